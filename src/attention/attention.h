@@ -1,0 +1,107 @@
+/* What the files of this room share: the checked problem, and the little arithmetic on it that the
+ * reference and the fast kernels must agree on. */
+#ifndef ORCH_ATTENTION_H
+#define ORCH_ATTENTION_H
+
+#include <stdbool.h>
+
+#include <orchard/attention.h>
+
+#include "core/dispatch.h"
+#include "core/tensor.h"
+
+#define ORCH_ATTENTION_MAX_HEAD_SIZE 512
+
+/* A tensor as [batch][head][row][column], whatever its rank was. Strides in elements; an absent tensor has
+ * present = false. For packed sequences the batch stride is 0 and rows count from the first sequence. For bias
+ * and mask a column is a key, and a repeated dimension has stride 0. */
+typedef struct orch_view {
+    char *data;
+    orchard_dtype dtype;
+    bool present;
+    int64_t batch, head, row, column;
+} orch_view;
+
+typedef struct orch_attention {
+    int64_t B, H, G, T, S; /* T and S: the longest, where sequences are packed */
+    int64_t D, E;
+    int64_t total_t, total_s; /* rows of q and k: B * T and B * S, or those of the packed tensors */
+    orchard_dtype dtype;
+
+    orch_view q, k, v, out, lse;
+    orch_view dq, dk, dv, dbias, dsinks, dout, dlse;
+    orch_view bias, mask, alibi, sinks;
+    int64_t bias_size[4]; /* each 1 or full */
+
+    orchard_tensor key_lengths, cu_seqlens_q, cu_seqlens_k;
+
+    double scale, softcap;
+    bool causal, bottom_right;
+    int64_t window_left, window_right; /* ORCH_NO_LIMIT where there is none */
+
+    double dropout;
+    uint64_t dropout_threshold; /* a word below it is dropped */
+    double keep_scale;          /* 1 / (1 - dropout); 0 for dropout 1 */
+    uint32_t seed[2], dropout_offset;
+} orch_attention;
+
+#define ORCH_NO_LIMIT (INT64_C(1) << 60)
+
+/* One batch element: its lengths, the rows where it starts, and how far positions are shifted. */
+typedef struct orch_sequence {
+    int64_t T, S;
+    int64_t row_q, row_k; /* first row (packed only, otherwise 0) */
+    int64_t shift;        /* p(i) = i + shift */
+} orch_sequence;
+
+static inline int64_t orch_length_at(const orchard_tensor *lengths, int64_t i)
+{
+    return (int64_t)orch_element_load(lengths->dtype, lengths->data, i * lengths->stride[0]);
+}
+
+static inline orch_sequence orch_attention_sequence(const orch_attention *p, int64_t b)
+{
+    orch_sequence s = {.T = p->T, .S = p->S};
+    if (orch_tensor_present(&p->cu_seqlens_q)) {
+        s.row_q = orch_length_at(&p->cu_seqlens_q, b);
+        s.row_k = orch_length_at(&p->cu_seqlens_k, b);
+        s.T = orch_length_at(&p->cu_seqlens_q, b + 1) - s.row_q;
+        s.S = orch_length_at(&p->cu_seqlens_k, b + 1) - s.row_k;
+    }
+    if (orch_tensor_present(&p->key_lengths)) {
+        int64_t length = orch_length_at(&p->key_lengths, b);
+        s.S = length < s.S ? length : s.S;
+    }
+    s.shift = p->bottom_right ? s.S - s.T : 0;
+    return s;
+}
+
+/* Query i sees keys [lo, hi) as far as causal, window and lengths say; lo == hi when it sees none. Both
+ * grow with i. */
+static inline void orch_attention_range(const orch_attention *p, const orch_sequence *s, int64_t i,
+                                        int64_t *lo, int64_t *hi)
+{
+    const int64_t position = i + s->shift;
+    int64_t first = position - p->window_left, last = position + p->window_right;
+    if (p->causal && last > position) {
+        last = position;
+    }
+    first = first < 0 ? 0 : first > s->S ? s->S : first;
+    last = last >= s->S ? s->S : last + 1;
+    *lo = first;
+    *hi = last < first ? first : last;
+}
+
+/* Address of row `i` of head `h`, in elements from data. */
+static inline int64_t orch_row(const orch_view *view, int64_t b, int64_t h, int64_t i)
+{
+    return b * view->batch + h * view->head + i * view->row;
+}
+
+orchard_status orch_attention_forward_check(const orchard_ctx *ctx, const void *args, void *problem);
+orchard_status orch_attention_backward_check(const orchard_ctx *ctx, const void *args, void *problem);
+
+extern const orch_slot orch_attention_forward_ref, orch_attention_backward_ref;
+extern const orch_slot orch_attention_forward_cpu, orch_attention_backward_cpu;
+
+#endif

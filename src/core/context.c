@@ -1,0 +1,205 @@
+/* Contexts: options from code, else from the environment, else defaults; and scratch memory. */
+#include "core/context.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "core/status.h"
+#include "core/threads.h"
+
+#define SCRATCH_ALIGN 64
+
+static void *libc_alloc(void *user, void *ptr, size_t old_size, size_t new_size)
+{
+    (void)user, (void)old_size;
+    if (!new_size) {
+        free(ptr);
+        return NULL;
+    }
+    return realloc(ptr, new_size);
+}
+
+/* The variable's value, or NULL when it is unset or empty. */
+static const char *environment(const char *name)
+{
+    const char *value = getenv(name);
+    return value && *value ? value : NULL;
+}
+
+static bool environment_flag(const char *name)
+{
+    const char *value = environment(name);
+    return value && strcmp(value, "0") != 0;
+}
+
+static orchard_status settle_threads(orchard_ctx *ctx, const orchard_ctx_opts *opts)
+{
+    const char *value = environment("ORCHARD_THREADS");
+    long threads = opts->threads;
+    if (threads < 0 || threads > ORCH_MAX_THREADS) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: threads is %ld, must be 0 ... %d", threads,
+                         ORCH_MAX_THREADS);
+    }
+    if (!threads && value) {
+        char *end;
+        errno = 0;
+        threads = strtol(value, &end, 10);
+        if (errno || *end || threads < 1 || threads > ORCH_MAX_THREADS) {
+            return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: ORCHARD_THREADS is \"%s\", must be 1 ... "
+                             "%d", value, ORCH_MAX_THREADS);
+        }
+    }
+    if (!threads) {
+        threads = sysconf(_SC_NPROCESSORS_ONLN);
+        threads = threads < 1 ? 1 : threads > ORCH_MAX_THREADS ? ORCH_MAX_THREADS : threads;
+    }
+    ctx->threads = (int32_t)threads;
+    return ORCHARD_OK;
+}
+
+static orchard_status settle_isa(orchard_ctx *ctx, const orchard_ctx_opts *opts)
+{
+    const char *source = opts->cpu ? "cpu" : "ORCHARD_CPU";
+    const char *wanted = opts->cpu ? opts->cpu : environment("ORCHARD_CPU");
+    for (int isa = 0; isa < ORCH_ISA_COUNT; isa++) {
+        if ((!wanted || strcmp(wanted, orch_isa_names[isa]) == 0) && orch_isa_runs((orch_isa)isa)) {
+            ctx->isa = (orch_isa)isa;
+            return ORCHARD_OK;
+        }
+        if (wanted && strcmp(wanted, orch_isa_names[isa]) == 0) {
+            return orch_fail(ORCHARD_ERROR_UNSUPPORTED, "ctx_create: %s is \"%s\", which this CPU cannot "
+                             "run", source, wanted);
+        }
+    }
+    return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: %s is \"%s\", must be avx2, neon or scalar",
+                     source, wanted);
+}
+
+/* Fills ctx->backends with those named in the comma-separated list, in the list's order. */
+static orchard_status settle_backends(orchard_ctx *ctx, const orchard_ctx_opts *opts)
+{
+    const char *source = opts->backend ? "backend" : "ORCHARD_BACKEND";
+    const char *list = opts->backend ? opts->backend : environment("ORCHARD_BACKEND");
+    if (!list) {
+        for (; orch_backends[ctx->backend_count]; ctx->backend_count++) {
+            ctx->backends[ctx->backend_count] = orch_backends[ctx->backend_count];
+        }
+        return ORCHARD_OK;
+    }
+    for (const char *at = list;;) {
+        size_t length = strcspn(at, ",");
+        const orch_backend *found = NULL;
+        for (int32_t i = 0; orch_backends[i] && !found; i++) {
+            const char *name = orch_backends[i]->name;
+            found = strlen(name) == length && memcmp(name, at, length) == 0 ? orch_backends[i] : NULL;
+        }
+        if (!found) {
+            return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: %s is \"%s\": this build has no backend "
+                             "\"%.*s\"", source, list, length > 64 ? 64 : (int)length, at);
+        }
+        for (int32_t i = 0; i < ctx->backend_count; i++) {
+            if (ctx->backends[i] == found) {
+                return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: %s is \"%s\": \"%s\" stands there "
+                                 "twice", source, list, found->name);
+            }
+        }
+        ctx->backends[ctx->backend_count++] = found;
+        if (!at[length]) {
+            return ORCHARD_OK;
+        }
+        at += length + 1;
+    }
+}
+
+orchard_status orchard_ctx_create_version(orchard_ctx **out, const orchard_ctx_opts *opts,
+                                          int32_t header_version)
+{
+    static const orchard_ctx_opts defaults;
+    if (!out) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: ctx is NULL");
+    }
+    *out = NULL;
+    if (header_version < 1 || header_version / 10000 > ORCHARD_VERSION_MAJOR) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: the program was built with header version "
+                         "%d.%d.%d, this library is %s", (int)header_version / 10000,
+                         (int)header_version / 100 % 100, (int)header_version % 100, orchard_version());
+    }
+    opts = opts ? opts : &defaults;
+    if (opts->strict < -1 || opts->strict > 1) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: strict is %d, must be -1, 0 or 1",
+                         (int)opts->strict);
+    }
+    orchard_ctx settled = {
+        .header_version = header_version,
+        .strict = opts->strict ? opts->strict > 0 : environment_flag("ORCHARD_STRICT"),
+        .debug = environment_flag("ORCHARD_DEBUG"),
+        .alloc = opts->alloc ? opts->alloc : libc_alloc,
+        .alloc_user = opts->alloc_user,
+        .parallel_for = opts->parallel_for,
+    };
+    ORCH_TRY(settle_threads(&settled, opts));
+    ORCH_TRY(settle_isa(&settled, opts));
+    ORCH_TRY(settle_backends(&settled, opts));
+    orchard_ctx *ctx = settled.alloc(settled.alloc_user, NULL, 0, sizeof *ctx);
+    if (!ctx) {
+        return orch_fail(ORCHARD_ERROR_MEMORY, "ctx_create: no memory for %zu bytes", sizeof *ctx);
+    }
+    *ctx = settled;
+    *out = ctx;
+    return ORCHARD_OK;
+}
+
+void orchard_ctx_free(orchard_ctx *ctx)
+{
+    if (!ctx) {
+        return;
+    }
+    if (ctx->scratch) {
+        ctx->alloc(ctx->alloc_user, ctx->scratch, ctx->scratch_bytes, 0);
+    }
+    ctx->alloc(ctx->alloc_user, ctx, sizeof *ctx, 0);
+}
+
+int32_t orchard_ctx_threads(const orchard_ctx *ctx)
+{
+    return ctx ? ctx->threads : 0;
+}
+
+const char *orchard_ctx_cpu(const orchard_ctx *ctx)
+{
+    return ctx ? orch_isa_names[ctx->isa] : NULL;
+}
+
+void *orch_scratch(orchard_ctx *ctx, size_t bytes)
+{
+    size_t needed = bytes + SCRATCH_ALIGN;
+    if (needed < bytes) {
+        return NULL;
+    }
+    if (ctx->scratch_bytes < needed) {
+        /* Free first: the old contents are not wanted, and both blocks at once would double the peak. */
+        if (ctx->scratch) {
+            ctx->alloc(ctx->alloc_user, ctx->scratch, ctx->scratch_bytes, 0);
+        }
+        ctx->scratch = ctx->alloc(ctx->alloc_user, NULL, 0, needed);
+        ctx->scratch_bytes = ctx->scratch ? needed : 0;
+    }
+    if (!ctx->scratch) {
+        return NULL;
+    }
+    uintptr_t address = (uintptr_t)ctx->scratch;
+    return (char *)ctx->scratch + (SCRATCH_ALIGN - address % SCRATCH_ALIGN) % SCRATCH_ALIGN;
+}
+
+void orch_args_import(const orchard_ctx *ctx, void *full, const void *args, const orch_layout *layouts,
+                      int32_t layout_count)
+{
+    size_t size = layouts[0].size;
+    for (int32_t i = 1; i < layout_count && layouts[i].since_version <= ctx->header_version; i++) {
+        size = layouts[i].size;
+    }
+    memset(full, 0, layouts[layout_count - 1].size);
+    memcpy(full, args, size);
+}
