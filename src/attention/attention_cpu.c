@@ -1,0 +1,401 @@
+/* The CPU backend of attention: block sizes, scratch, and how the work is shared out. All block sizes follow
+ * from the shapes of one batch element, never from the number of threads or the batch size, so that neither
+ * changes a bit of the result. */
+#include "attention/attention_cpu.h"
+
+#include "core/context.h"
+#include "core/threads.h"
+
+/* ---- Kernels of each instruction set and element type ---------------------------------------------- */
+
+#define KERNELS(isa, real, panel_size, bytes)                                                              \
+    size_t orch_cpu_attention_forward_bytes_##isa##_##real(const orch_attention_cpu_plan *);               \
+    void orch_cpu_attention_forward_##isa##_##real(const orch_attention_cpu_plan *,                        \
+                                                   const orch_attention_task *, char *);                   \
+    void orch_cpu_attention_combine_##isa##_##real(const orch_attention_cpu_plan *,                        \
+                                                   const orch_attention_task *);                           \
+    size_t orch_cpu_attention_backward_bytes_##isa##_##real(const orch_attention_cpu_plan *);              \
+    void orch_cpu_attention_backward_##isa##_##real(const orch_attention_cpu_plan *,                       \
+                                                    const orch_attention_task *, char *, void *);          \
+    void orch_cpu_attention_store_sums_##isa##_##real(const orch_attention_cpu_plan *,                     \
+                                                      const orch_attention_task *, void *, int64_t,        \
+                                                      int64_t, int64_t);                                   \
+    void orch_cpu_attention_dbias_##isa##_##real(const orch_attention_cpu_plan *, int64_t, char *);        \
+    int64_t orch_cpu_attention_dbias_tasks_##isa##_##real(const orch_attention_cpu_plan *);                \
+    void orch_cpu_attention_dsinks_##isa##_##real(const orch_attention_cpu_plan *, int64_t);               \
+    static const orch_attention_cpu_kernels kernels_##isa##_##real = {                                     \
+        .shape = {.panel = panel_size, .real_bytes = bytes},                                               \
+        .forward_bytes = orch_cpu_attention_forward_bytes_##isa##_##real,                                  \
+        .forward = orch_cpu_attention_forward_##isa##_##real,                                              \
+        .combine = orch_cpu_attention_combine_##isa##_##real,                                              \
+        .backward_bytes = orch_cpu_attention_backward_bytes_##isa##_##real,                                \
+        .backward = orch_cpu_attention_backward_##isa##_##real,                                            \
+        .store_sums = orch_cpu_attention_store_sums_##isa##_##real,                                        \
+        .dbias = orch_cpu_attention_dbias_##isa##_##real,                                                  \
+        .dbias_tasks = orch_cpu_attention_dbias_tasks_##isa##_##real,                                      \
+        .dsinks = orch_cpu_attention_dsinks_##isa##_##real,                                                \
+    };
+
+#if defined(ORCH_HAVE_AVX2)
+KERNELS(avx2, f32, 16, 4)
+KERNELS(avx2, f64, 8, 8)
+#endif
+#if defined(ORCH_HAVE_NEON)
+KERNELS(neon, f32, 16, 4)
+KERNELS(neon, f64, 8, 8)
+#endif
+KERNELS(scalar, f32, 16, 4)
+KERNELS(scalar, f64, 8, 8)
+
+static const orch_attention_cpu_kernels *choose_kernels(orch_isa isa, orchard_dtype dtype)
+{
+    const bool f64 = dtype == ORCHARD_F64;
+    switch (isa) {
+#if defined(ORCH_HAVE_AVX2)
+    case ORCH_ISA_AVX2: return f64 ? &kernels_avx2_f64 : &kernels_avx2_f32;
+#endif
+#if defined(ORCH_HAVE_NEON)
+    case ORCH_ISA_NEON: return f64 ? &kernels_neon_f64 : &kernels_neon_f32;
+#endif
+    default: return f64 ? &kernels_scalar_f64 : &kernels_scalar_f32;
+    }
+}
+
+/* ---- Cutting up the work --------------------------------------------------------------------------- */
+
+/* A block of queries walks over the keys together. Forward wants it tall, to read K and V seldom; backward
+ * must hold P and dS of block x tile in the second-level cache. */
+#define FORWARD_PANELS 8
+#define BACKWARD_PANELS 6
+
+/* Few queries against many keys, as in decoding: the keys are split, at most this often. */
+#define SPLIT_ROWS 64
+#define SPLIT_KEYS 512
+#define MAX_SPLITS 32
+
+static int64_t divide_up(int64_t a, int64_t b)
+{
+    return (a + b - 1) / b;
+}
+
+/* Tiles of K and V together stay near 100 kB. Multiples of 12: whole register tiles and whole Philox quads. */
+static int64_t tile_keys(int64_t D, int64_t E)
+{
+    const int64_t size = D > E ? D : E;
+    return size <= 128 ? 192 : size <= 256 ? 96 : 48;
+}
+
+static orch_attention_cut cut_queries(const orch_attention_cpu_plan *plan, const orch_sequence *s)
+{
+    const int64_t group = plan->p->G ? plan->p->H / plan->p->G : 0;
+    orch_attention_cut cut = {.heads_per_panel = 1, .splits = 1};
+    if (s->T > 0 && s->T < plan->panel) {
+        cut.heads_per_panel = plan->panel / s->T < group ? plan->panel / s->T : group;
+    }
+    cut.head_sets = cut.heads_per_panel ? divide_up(group, cut.heads_per_panel) : 0;
+    cut.panels = divide_up(s->T, plan->panel);
+    cut.blocks = divide_up(cut.panels, plan->block_panels);
+    return cut;
+}
+
+orch_attention_cut orch_attention_cut_forward(const orch_attention_cpu_plan *plan, const orch_sequence *s)
+{
+    orch_attention_cut cut = cut_queries(plan, s);
+    if (cut.head_sets * cut.panels * plan->panel <= SPLIT_ROWS && s->S >= 2 * SPLIT_KEYS) {
+        cut.splits = s->S / SPLIT_KEYS < MAX_SPLITS ? s->S / SPLIT_KEYS : MAX_SPLITS;
+    }
+    return cut;
+}
+
+/* With few key heads there is too little to share out: dk and dv are then summed in up to four copies. */
+orch_attention_cut orch_attention_cut_backward(const orch_attention_cpu_plan *plan, const orch_sequence *s)
+{
+    orch_attention_cut cut = cut_queries(plan, s);
+    const int64_t copies = plan->p->G >= 8 ? 1 : plan->p->G >= 4 ? 2 : 4;
+    const int64_t blocks = cut.head_sets * cut.blocks;
+    cut.splits = blocks < 1 ? 1 : blocks < copies ? blocks : copies;
+    return cut;
+}
+
+/* The batch element that owns task `index`. */
+static int64_t find_batch(const int64_t *first_task, int64_t B, int64_t index)
+{
+    int64_t low = 0, high = B;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (first_task[middle] <= index) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+static void plan_blocks(orch_attention_cpu_plan *plan, const orch_attention *p,
+                        const orch_attention_cpu_kernels *kernels, int64_t panels)
+{
+    *plan = (orch_attention_cpu_plan){
+        .p = p,
+        .panel = kernels->shape.panel,
+        .real_bytes = kernels->shape.real_bytes,
+        .block_panels = panels,
+        .block_keys = tile_keys(p->D, p->E),
+    };
+}
+
+static size_t round_up(size_t bytes)
+{
+    return (bytes + 63) / 64 * 64;
+}
+
+/* ---- Forward --------------------------------------------------------------------------------------- */
+
+/* Fills the plan; with scratch NULL only counts. Returns the bytes needed. */
+static size_t forward_plan(const orch_call *call, orch_attention_cpu_plan *plan, char *scratch)
+{
+    const orch_attention *p = call->problem;
+    const orch_attention_cpu_kernels *kernels = choose_kernels(call->ctx->isa, p->dtype);
+    size_t at = 0;
+    int64_t partials = 0;
+    plan_blocks(plan, p, kernels, FORWARD_PANELS);
+    plan->partial_bytes = (size_t)((p->E + 2) * plan->panel * plan->real_bytes);
+    plan->first_task = (int64_t *)scratch;
+    at += round_up((size_t)(p->B + 1) * sizeof(int64_t));
+    plan->first_partial = scratch ? (int64_t *)(scratch + at) : NULL;
+    at += round_up((size_t)(p->B + 1) * sizeof(int64_t));
+    for (int64_t b = 0; b < p->B; b++) {
+        const orch_sequence s = orch_attention_sequence(p, b);
+        const orch_attention_cut cut = orch_attention_cut_forward(plan, &s);
+        if (scratch) {
+            plan->first_task[b] = plan->tasks;
+            plan->first_partial[b] = partials;
+        }
+        plan->tasks += p->G * cut.head_sets * cut.blocks * cut.splits;
+        partials += cut.splits > 1 ? p->G * cut.head_sets * cut.panels * cut.splits : 0;
+    }
+    if (scratch) {
+        plan->first_task[p->B] = plan->tasks;
+    }
+    plan->partials = scratch + at;
+    at += round_up((size_t)partials * plan->partial_bytes);
+    plan->worker_bytes = round_up(kernels->forward_bytes(plan));
+    plan->worker_scratch = scratch + at;
+    return at + plan->worker_bytes * (size_t)call->ctx->threads;
+}
+
+static const char *forward_plan_slot(const orch_call *call, size_t *scratch_bytes)
+{
+    orch_attention_cpu_plan plan;
+    *scratch_bytes = forward_plan(call, &plan, NULL);
+    return NULL;
+}
+
+typedef struct forward_job {
+    const orch_attention_cpu_kernels *kernels;
+    orch_attention_cpu_plan plan;
+} forward_job;
+
+static orch_attention_task forward_task_at(const orch_attention_cpu_plan *plan, int64_t index)
+{
+    orch_attention_task task = {.b = find_batch(plan->first_task, plan->p->B, index)};
+    task.sequence = orch_attention_sequence(plan->p, task.b);
+    task.cut = orch_attention_cut_forward(plan, &task.sequence);
+    int64_t rest = index - plan->first_task[task.b];
+    task.split = rest % task.cut.splits;
+    rest /= task.cut.splits;
+    /* Later blocks of a causal mask are longer: they go first. */
+    task.block = task.cut.blocks - 1 - rest % task.cut.blocks;
+    rest /= task.cut.blocks;
+    task.head_set = rest % task.cut.head_sets;
+    task.g = rest / task.cut.head_sets;
+    return task;
+}
+
+static void forward_task(int64_t index, int32_t worker, void *arg)
+{
+    forward_job *job = arg;
+    const orch_attention_task task = forward_task_at(&job->plan, index);
+    job->kernels->forward(&job->plan, &task, job->plan.worker_scratch + job->plan.worker_bytes * (size_t)worker);
+}
+
+static void combine_task(int64_t index, int32_t worker, void *arg)
+{
+    forward_job *job = arg;
+    const orch_attention_task task = forward_task_at(&job->plan, index);
+    (void)worker;
+    if (task.cut.splits > 1 && task.split == 0) {
+        job->kernels->combine(&job->plan, &task);
+    }
+}
+
+static orchard_status forward_run(const orch_call *call, void *scratch)
+{
+    const orch_attention *p = call->problem;
+    forward_job job = {.kernels = choose_kernels(call->ctx->isa, p->dtype)};
+    forward_plan(call, &job.plan, scratch);
+    orch_parallel(call->ctx, job.plan.tasks, forward_task, &job);
+    if (job.plan.worker_scratch != job.plan.partials) {
+        orch_parallel(call->ctx, job.plan.tasks, combine_task, &job);
+    }
+    return ORCHARD_OK;
+}
+
+const orch_slot orch_attention_forward_cpu = {forward_plan_slot, forward_run};
+
+/* ---- Backward -------------------------------------------------------------------------------------- */
+
+typedef struct backward_job {
+    const orch_attention_cpu_kernels *kernels;
+    orch_attention_cpu_plan plan;
+    int64_t splits;    /* largest of all batch elements */
+    int64_t wave;      /* key heads (b, g) whose sums exist at once, where there are splits */
+    int64_t wave_from; /* the current wave's first */
+} backward_job;
+
+/* Whether each element of dbias belongs to one pair: every size is full, or there is only one to repeat. */
+static bool dbias_is_direct(const orch_attention *p)
+{
+    const int64_t full[4] = {p->B, p->H, p->T, p->S};
+    for (int i = 0; i < 4; i++) {
+        if (p->bias_size[i] != full[i]) {
+            return false;
+        }
+    }
+    /* Shorter sequences leave rows that no task visits: the owners' pass writes those too. */
+    return p->dbias.present && !orch_tensor_present(&p->cu_seqlens_q);
+}
+
+static size_t backward_plan(const orch_call *call, backward_job *job, char *scratch)
+{
+    const orch_attention *p = call->problem;
+    const int64_t threads = call->ctx->threads;
+    orch_attention_cpu_plan *plan = &job->plan;
+    size_t at = 0;
+    job->kernels = choose_kernels(call->ctx->isa, p->dtype);
+    plan_blocks(plan, p, job->kernels, BACKWARD_PANELS);
+    plan->dbias_direct = dbias_is_direct(p);
+    const int64_t vector = plan->panel / 2;
+    plan->width_k = divide_up(p->D, vector) * vector;
+    plan->width_v = divide_up(p->E, vector) * vector;
+    job->splits = 1;
+    for (int64_t b = 0; b < p->B; b++) {
+        const orch_sequence s = orch_attention_sequence(p, b);
+        const orch_attention_cut cut = orch_attention_cut_backward(plan, &s);
+        job->splits = cut.splits > job->splits ? cut.splits : job->splits;
+        plan->sums_rows = s.S > plan->sums_rows ? s.S : plan->sums_rows;
+    }
+    plan->sums_bytes = (int64_t)round_up(
+        (size_t)(plan->sums_rows * (plan->width_k + plan->width_v) * plan->real_bytes));
+    job->wave = divide_up(2 * threads, job->splits);
+    job->wave = job->wave < p->B * p->G ? job->wave : p->B * p->G;
+    plan->sums = scratch;
+    at += (size_t)plan->sums_bytes * (size_t)(job->splits == 1 ? threads : job->wave * job->splits);
+    plan->sink_terms = scratch + at;
+    at += p->dsinks.present ? round_up((size_t)(p->H * p->total_t * plan->real_bytes)) : 0;
+    plan->worker_bytes = round_up(job->kernels->backward_bytes(plan));
+    plan->worker_scratch = scratch + at;
+    return at + plan->worker_bytes * (size_t)threads;
+}
+
+static const char *backward_plan_slot(const orch_call *call, size_t *scratch_bytes)
+{
+    backward_job job;
+    *scratch_bytes = backward_plan(call, &job, NULL);
+    return NULL;
+}
+
+static orch_attention_task backward_task_at(const orch_attention_cpu_plan *plan, int64_t pair, int64_t split)
+{
+    orch_attention_task task = {.b = pair / plan->p->G, .g = pair % plan->p->G, .split = split};
+    task.sequence = orch_attention_sequence(plan->p, task.b);
+    task.cut = orch_attention_cut_backward(plan, &task.sequence);
+    return task;
+}
+
+/* Rows of k that belong to the batch element, padding included. */
+static int64_t key_rows_of(const orch_attention *p, const orch_attention_task *task)
+{
+    return orch_tensor_present(&p->cu_seqlens_k)
+               ? orch_length_at(&p->cu_seqlens_k, task->b + 1) - task->sequence.row_k
+               : p->S;
+}
+
+static char *worker_scratch(const backward_job *job, int32_t worker)
+{
+    return job->plan.worker_scratch + job->plan.worker_bytes * (size_t)worker;
+}
+
+/* No splits: a task does all of (b, g), with sums of its worker's. */
+static void backward_whole(int64_t pair, int32_t worker, void *arg)
+{
+    backward_job *job = arg;
+    const orch_attention_task task = backward_task_at(&job->plan, pair, 0);
+    void *sums = job->plan.sums + job->plan.sums_bytes * worker;
+    job->kernels->backward(&job->plan, &task, worker_scratch(job, worker), sums);
+    job->kernels->store_sums(&job->plan, &task, sums, 1, 0, key_rows_of(job->plan.p, &task));
+}
+
+static void backward_split(int64_t index, int32_t worker, void *arg)
+{
+    backward_job *job = arg;
+    const orch_attention_task task =
+        backward_task_at(&job->plan, job->wave_from + index / job->splits, index % job->splits);
+    if (task.split < task.cut.splits) {
+        job->kernels->backward(&job->plan, &task, worker_scratch(job, worker),
+                               job->plan.sums + job->plan.sums_bytes * index);
+    }
+}
+
+/* Each (b, g) is stored in as many pieces as there are splits, so that all threads help. */
+static void store_split(int64_t index, int32_t worker, void *arg)
+{
+    backward_job *job = arg;
+    const int64_t place = index / job->splits, piece = index % job->splits;
+    const orch_attention_task task = backward_task_at(&job->plan, job->wave_from + place, 0);
+    const int64_t rows = key_rows_of(job->plan.p, &task);
+    (void)worker;
+    job->kernels->store_sums(&job->plan, &task, job->plan.sums + job->plan.sums_bytes * place * job->splits,
+                             task.cut.splits, rows * piece / job->splits, rows * (piece + 1) / job->splits);
+}
+
+static void dbias_task(int64_t index, int32_t worker, void *arg)
+{
+    backward_job *job = arg;
+    job->kernels->dbias(&job->plan, index, worker_scratch(job, worker));
+}
+
+static void dsinks_task(int64_t h, int32_t worker, void *arg)
+{
+    backward_job *job = arg;
+    (void)worker;
+    job->kernels->dsinks(&job->plan, h);
+}
+
+static orchard_status backward_run(const orch_call *call, void *scratch)
+{
+    const orch_attention *p = call->problem;
+    const int64_t pairs = p->B * p->G;
+    backward_job job;
+    backward_plan(call, &job, scratch);
+    if (p->dq.present || p->dk.present || p->dv.present || p->dsinks.present || job.plan.dbias_direct) {
+        if (job.splits == 1) {
+            orch_parallel(call->ctx, pairs, backward_whole, &job);
+        }
+        for (job.wave_from = 0; job.splits > 1 && job.wave_from < pairs; job.wave_from += job.wave) {
+            const int64_t left = pairs - job.wave_from;
+            const int64_t tasks = (left < job.wave ? left : job.wave) * job.splits;
+            orch_parallel(call->ctx, tasks, backward_split, &job);
+            orch_parallel(call->ctx, tasks, store_split, &job);
+        }
+    }
+    if (p->dbias.present && !job.plan.dbias_direct) {
+        orch_parallel(call->ctx, job.kernels->dbias_tasks(&job.plan), dbias_task, &job);
+    }
+    if (p->dsinks.present) {
+        orch_parallel(call->ctx, p->H, dsinks_task, &job);
+    }
+    return ORCHARD_OK;
+}
+
+const orch_slot orch_attention_backward_cpu = {backward_plan_slot, backward_run};

@@ -1,0 +1,356 @@
+/* Backward in five products: S and dP again from q, k, v and dout, then
+ *     dq += dS k        dk += dS^T q        dv += P^T dout
+ * A task owns key head (b, g), or one of a few copies of its sums of dk and dv, and walks over query blocks:
+ * for each, over tiles of keys. Kept between tiles: dq of the block, [D][PANEL] per panel. P and dS of one
+ * block and tile, packed q and dout, the tile of K and V and of the sums fit the second-level cache.
+ * The scale of the scores is left out of dS and put on dq and dk when they are stored. */
+#include "attention/attention_cpu_gradient.h"
+
+size_t ORCH_K(attention_backward_bytes)(const orch_attention_cpu_plan *plan)
+{
+    return gradient_layout(plan, NULL, NULL);
+}
+
+/* Rows of q or dout as they are, lane after lane: in place where they are whole vectors of reals. */
+static key_rows block_rows(const orch_attention_task *task, const orch_view *view,
+                           const gradient_state *state, int64_t count, int64_t columns, int64_t width,
+                           real *buffer)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
+    if (size == (int64_t)sizeof(real) && view->column == 1 && columns == width &&
+        task->cut.heads_per_panel == 1) {
+        const panel *n = &state->panels[0];
+        const int64_t at = orch_row(view, task->b, n->head[0], task->sequence.row_q + n->query[0]);
+        return (key_rows){(const real *)view->data + at, view->row};
+    }
+    for (int64_t n = 0; n < count; n++) {
+        const char *row[PANEL];
+        panel_rows(row, &state->panels[n], view, task);
+        for (int lane = 0; lane < state->panels[n].lanes; lane++) {
+            copy_rows(buffer + (n * PANEL + lane) * width, width, row[lane], view->dtype, 0, view->column, 1,
+                      columns);
+        }
+    }
+    return (key_rows){buffer, width};
+}
+
+/* Where a panel's part of a tile lies, in rows of the tile: rounded outwards to whole register tiles, with
+ * zeros in the rows that this adds. */
+typedef struct panel_span {
+    int64_t first, last;
+} panel_span;
+
+static void clear_rows(real *rows, int64_t first, int64_t last)
+{
+    if (first < last) {
+        memset(rows + first * PANEL, 0, (size_t)((last - first) * PANEL) * sizeof(real));
+    }
+}
+
+/* sums[j][.] += sum over panels and lanes of weights[n][j][lane] * rows[n, lane][.] */
+ORCH_INLINE void key_sums_of(real *sums, int64_t width, const real *weights, int64_t panel_stride,
+                             const panel *panels, const panel_span *spans, int64_t count, key_rows rows,
+                             int64_t j, int row_count, int64_t column, int vectors)
+{
+    tile sum;
+    tile_clear(&sum, row_count, vectors);
+    for (int64_t n = 0; n < count; n++) {
+        if (j < spans[n].first || j >= spans[n].last) {
+            continue;
+        }
+        const real *a = weights + n * panel_stride + j * PANEL;
+        const real *b = rows.data + n * PANEL * rows.stride + column;
+        if (panels[n].lanes == PANEL) {
+            tile_add(&sum, row_count, vectors, a, PANEL, 1, b, rows.stride, PANEL);
+        } else {
+            tile_add(&sum, row_count, vectors, a, PANEL, 1, b, rows.stride, panels[n].lanes);
+        }
+    }
+    for (int r = 0; r < row_count; r++) {
+        for (int c = 0; c < vectors; c++) {
+            real *at = sums + (j + r) * width + column + c * VW;
+            v_store(at, v_add(v_load(at), sum.at[r][c]));
+        }
+    }
+}
+
+static void key_sums(real *sums, int64_t width, const real *weights, int64_t panel_stride,
+                     const panel *panels, const panel_span *spans, int64_t count, key_rows rows,
+                     int64_t keys)
+{
+    for (int64_t j = 0; j < keys; j += TILE_ROWS) {
+        const int64_t row_count = keys - j < TILE_ROWS ? keys - j : TILE_ROWS;
+        int64_t column = 0;
+        for (; column + TILE_WIDTH <= width; column += TILE_WIDTH) {
+#define BODY(n) \
+    key_sums_of(sums, width, weights, panel_stride, panels, spans, count, rows, j, n, column, 2)
+            TILE_FOR_ROWS(row_count, BODY)
+#undef BODY
+        }
+        if (column < width) {
+#define BODY(n) \
+    key_sums_of(sums, width, weights, panel_stride, panels, spans, count, rows, j, n, column, 1)
+            TILE_FOR_ROWS(row_count, BODY)
+#undef BODY
+        }
+    }
+}
+
+/* Row `lane` of a block [keys][PANEL] of dS to dbias, keys [j0, j1). */
+static void store_dbias(const orch_attention *p, const orch_attention_task *task, const panel *n,
+                        const real *ds, int64_t j0, int64_t j1)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(p->dbias.dtype);
+    for (int64_t j = j0; j < j1; j += VW) {
+        const int64_t keys = j1 - j < VW ? j1 - j : VW;
+        for (int half = 0; half < n->lanes; half += VW) {
+            v_real block[VW];
+            for (int r = 0; r < VW; r++) {
+                block[r] = r < keys ? v_load(ds + (j - j0 + r) * PANEL + half) : v_zero();
+            }
+            v_transpose(block);
+            for (int lane = half; lane < n->lanes && lane < half + VW; lane++) {
+                const int64_t at =
+                    orch_row(&p->dbias, task->b, n->head[lane], n->query[lane]) + j * p->dbias.column;
+                real row[VW];
+                v_store(row, block[lane - half]);
+                store_row(p->dbias.data + at * size, p->dbias.dtype, p->dbias.column, row, keys);
+            }
+        }
+    }
+}
+
+/* dbias is written, not added to: pairs that no tile visits must be zeros. */
+static void clear_dbias(const orch_attention *p, const orch_attention_task *task,
+                        const gradient_state *state, int64_t count)
+{
+    static const real zeros[64];
+    const int64_t size = (int64_t)orchard_dtype_size(p->dbias.dtype);
+    for (int64_t n = 0; n < count; n++) {
+        const panel *at = &state->panels[n];
+        for (int lane = 0; lane < at->lanes; lane++) {
+            char *row = p->dbias.data + orch_row(&p->dbias, task->b, at->head[lane], at->query[lane]) * size;
+            for (int64_t j = 0; j < p->S; j += 64) {
+                store_row(row + j * p->dbias.column * size, p->dbias.dtype, p->dbias.column, zeros,
+                          p->S - j < 64 ? p->S - j : 64);
+            }
+        }
+    }
+}
+
+static void store_dq(const orch_attention *p, const orch_attention_task *task, const panel *n,
+                     const real *dq)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(p->dq.dtype);
+    real row[ORCH_ATTENTION_MAX_HEAD_SIZE];
+    for (int lane = 0; lane < n->lanes; lane++) {
+        for (int64_t d = 0; d < p->D; d++) {
+            row[d] = dq[d * PANEL + lane] * (real)p->scale;
+        }
+        const int64_t i = task->sequence.row_q + n->query[lane];
+        store_row(p->dq.data + orch_row(&p->dq, task->b, n->head[lane], i) * size, p->dq.dtype,
+                  p->dq.column, row, p->D);
+    }
+}
+
+/* What the sink of each row's head gets from it: -delta times the sink's probability. */
+static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
+                             const gradient_state *state, int64_t index)
+{
+    const orch_attention *p = plan->p;
+    const panel *n = &state->panels[index];
+    const real *delta = state->delta + index * PANEL;
+    real power[PANEL];
+    for (int lane = 0; lane < PANEL; lane++) {
+        const double sink =
+            orch_element_load(p->sinks.dtype, p->sinks.data, n->head[lane] * p->sinks.head);
+        power[lane] = (real)(sink * LOG2E) - state->lse_hi[index * PANEL + lane] -
+                      state->lse_lo[index * PANEL + lane];
+    }
+    for (int c = 0; c < PANEL; c += VW) {
+        v_store(power + c, v_exp2(v_load(power + c)));
+    }
+    for (int lane = 0; lane < n->lanes; lane++) {
+        const int64_t row = p->cu_seqlens_q.data ? task->sequence.row_q : task->b * p->T;
+        real *term = (real *)plan->sink_terms + n->head[lane] * p->total_t + row + n->query[lane];
+        *term = -(power[lane] * delta[lane]);
+    }
+}
+
+/* One block of queries against one tile of keys [from, to). */
+static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
+                          gradient_state *state, int64_t count, int64_t from, int64_t to, key_rows q_rows,
+                          key_rows dout_rows, real *sums_k, real *sums_v, panel_span *spans)
+{
+    const orch_attention *p = plan->p;
+    const int64_t keys = to - from, panel_stride = plan->block_keys * PANEL;
+    real unscaled[PANEL];
+    for (int lane = 0; lane < PANEL; lane++) {
+        unscaled[lane] = 1;
+    }
+    const key_rows k = key_tile(p, task, &p->k, p->D, from, to, state->k);
+    const key_rows v = key_tile(p, task, &p->v, p->E, from, to, state->v);
+    for (int64_t n = 0; n < count; n++) {
+        const panel *at = &state->panels[n];
+        const int64_t j0 = at->lo > from ? at->lo : from, j1 = at->hi < to ? at->hi : to;
+        spans[n] = (panel_span){0};
+        if (j0 >= j1) {
+            continue;
+        }
+        const int64_t r0 = j0 - from, r1 = j1 - from;
+        const int64_t z0 = r0 / TILE_ROWS * TILE_ROWS;
+        int64_t z1 = (r1 + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+        z1 = z1 < keys ? z1 : keys;
+        real *prob = state->p + n * panel_stride, *ds = state->ds + n * panel_stride;
+        const key_rows panel_k = {k.data + r0 * k.stride, k.stride};
+        const key_rows panel_v = {v.data + r0 * v.stride, v.stride};
+        spans[n] = (panel_span){z0, z1};
+        panel_gradient(p, task, state, n, panel_k, panel_v, j0, j1, prob + r0 * PANEL, ds + r0 * PANEL);
+        clear_rows(prob, z0, r0);
+        clear_rows(prob, r1, z1);
+        clear_rows(ds, z0, r0);
+        clear_rows(ds, r1, z1);
+        if (plan->dbias_direct) {
+            store_dbias(p, task, at, ds + r0 * PANEL, j0, j1);
+        }
+        if (p->softcap > 0) {
+            for (int64_t i = 0; i < (r1 - r0) * PANEL; i += VW) {
+                real *to_scale = ds + r0 * PANEL + i;
+                v_store(to_scale, v_mul(v_load(to_scale), v_load(state->slopes + i)));
+            }
+        }
+        if (p->dq.present) {
+            weighted_rows(state->dq + n * p->D * PANEL, panel_k, ds + r0 * PANEL, unscaled, p->D, r1 - r0, 2);
+        }
+    }
+    if (p->dv.present) {
+        key_sums(sums_v + from * plan->width_v, plan->width_v, state->p, panel_stride, state->panels, spans,
+                 count, dout_rows, keys);
+    }
+    if (p->dk.present) {
+        key_sums(sums_k + from * plan->width_k, plan->width_k, state->ds, panel_stride, state->panels, spans,
+                 count, q_rows, keys);
+    }
+}
+
+static void backward_block(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
+                           gradient_state *state, real *sums_k, real *sums_v)
+{
+    const orch_attention *p = plan->p;
+    const int64_t left = task->cut.panels - task->block * plan->block_panels;
+    const int64_t count = left < plan->block_panels ? left : plan->block_panels;
+    panel_span spans[64];
+    gradient_start(plan, task, state, count);
+    int64_t lo = INT64_MAX, hi = 0;
+    for (int64_t n = 0; n < count; n++) {
+        const panel *at = &state->panels[n];
+        if (at->lo < at->hi) {
+            lo = at->lo < lo ? at->lo : lo;
+            hi = at->hi > hi ? at->hi : hi;
+        }
+        if (p->dsinks.present) {
+            store_sink_terms(plan, task, state, n);
+        }
+    }
+    if (plan->dbias_direct) {
+        clear_dbias(p, task, state, count);
+    }
+    if (!p->dq.present && !p->dk.present && !p->dv.present && !plan->dbias_direct) {
+        return;
+    }
+    memset(state->dq, 0, (size_t)(count * p->D * PANEL) * sizeof(real));
+    const key_rows q_rows =
+        block_rows(task, &p->q, state, count, p->D, plan->width_k, state->q_rows);
+    const key_rows dout_rows =
+        block_rows(task, &p->dout, state, count, p->E, plan->width_v, state->dout_rows);
+    for (int64_t j = lo == INT64_MAX ? hi : lo / plan->block_keys * plan->block_keys; j < hi;
+         j += plan->block_keys) {
+        const int64_t from = j < lo ? lo : j, to = j + plan->block_keys < hi ? j + plan->block_keys : hi;
+        backward_tile(plan, task, state, count, from, to, q_rows, dout_rows, sums_k, sums_v, spans);
+    }
+    for (int64_t n = 0; n < count && p->dq.present; n++) {
+        store_dq(p, task, &state->panels[n], state->dq + n * p->D * PANEL);
+    }
+}
+
+void ORCH_K(attention_backward)(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
+                                char *scratch, void *sums)
+{
+    const int64_t S = task->sequence.S;
+    real *sums_k = sums, *sums_v = sums_k + plan->sums_rows * plan->width_k;
+    orch_attention_task block = *task;
+    gradient_state state;
+    gradient_layout(plan, scratch, &state);
+    memset(sums_k, 0, (size_t)(S * plan->width_k) * sizeof(real));
+    memset(sums_v, 0, (size_t)(S * plan->width_v) * sizeof(real));
+    /* Blocks go to splits back and forth, so that each gets as many of the long ones of a causal mask. */
+    for (int64_t i = 0; i < task->cut.head_sets * task->cut.blocks; i++) {
+        const int64_t round = i / task->cut.splits, place = i % task->cut.splits;
+        if ((round % 2 ? task->cut.splits - 1 - place : place) != task->split) {
+            continue;
+        }
+        block.head_set = i / task->cut.blocks;
+        block.block = i % task->cut.blocks;
+        backward_block(plan, &block, &state, sums_k, sums_v);
+    }
+}
+
+/* One of dk and dv: sums of all splits, times scale, to the tensor. */
+static void store_sum(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
+                      const orch_view *view, int64_t columns, int64_t width, real *sums, int64_t splits,
+                      int64_t j0, int64_t j1, real scale)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
+    const int64_t next = plan->sums_bytes / (int64_t)sizeof(real);
+    for (int64_t j = j0; j < j1; j++) {
+        real *row = sums + j * width;
+        for (int64_t c = 0; c < width; c += VW) {
+            v_real sum = v_load(row + c);
+            for (int64_t split = 1; split < splits; split++) {
+                sum = v_add(sum, v_load(row + split * next + c));
+            }
+            v_store(row + c, v_mul(sum, v_set1(scale)));
+        }
+        const int64_t at = orch_row(view, task->b, task->g, task->sequence.row_k + j);
+        store_row(view->data + at * size, view->dtype, view->column, row, columns);
+    }
+}
+
+/* Keys behind the batch element's length get zeros. */
+static void store_padding(const orch_attention_task *task, const orch_view *view, int64_t columns,
+                          int64_t j0, int64_t j1)
+{
+    static const real zeros[ORCH_ATTENTION_MAX_HEAD_SIZE];
+    const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
+    for (int64_t j = j0 > task->sequence.S ? j0 : task->sequence.S; j < j1; j++) {
+        const int64_t at = orch_row(view, task->b, task->g, task->sequence.row_k + j);
+        store_row(view->data + at * size, view->dtype, view->column, zeros, columns);
+    }
+}
+
+void ORCH_K(attention_store_sums)(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
+                                  void *sums, int64_t splits, int64_t j0, int64_t j1)
+{
+    const orch_attention *p = plan->p;
+    const int64_t end = j1 < task->sequence.S ? j1 : task->sequence.S;
+    real *sums_k = sums, *sums_v = sums_k + plan->sums_rows * plan->width_k;
+    if (p->dk.present) {
+        store_sum(plan, task, &p->dk, p->D, plan->width_k, sums_k, splits, j0, end, (real)p->scale);
+        store_padding(task, &p->dk, p->D, j0, j1);
+    }
+    if (p->dv.present) {
+        store_sum(plan, task, &p->dv, p->E, plan->width_v, sums_v, splits, j0, end, 1);
+        store_padding(task, &p->dv, p->E, j0, j1);
+    }
+}
+
+void ORCH_K(attention_dsinks)(const orch_attention_cpu_plan *plan, int64_t h)
+{
+    const orch_attention *p = plan->p;
+    const real *terms = (const real *)plan->sink_terms + h * p->total_t;
+    double sum = 0;
+    for (int64_t i = 0; i < p->total_t; i++) {
+        sum += (double)terms[i];
+    }
+    orch_element_store(p->dsinks.dtype, p->dsinks.data, h * p->dsinks.head, sum);
+}

@@ -1,0 +1,246 @@
+/* Forward, by online softmax: for each panel of queries a running maximum m, a running sum l of 2^(s - m) and
+ * the unnormalised output o = sum of 2^(s - m) v, all rescaled when m grows (Milakov and Gimelshein 2018; Dao
+ * et al. 2022).
+ *
+ * A task is a block of panels that walk over the keys together, tile by tile: the tile of K and V stays in
+ * the second-level cache for all of them, one panel's scores in the first-level cache.
+ * Kept between tiles: o [E][PANEL], m and l [PANEL] per panel. */
+#include "attention/attention_cpu_scores.h"
+
+typedef struct forward_state {
+    panel *panels;
+    real *q;      /* [panels][D][PANEL] */
+    real *o;      /* [panels][E][PANEL] */
+    real *m, *l;  /* [panels][PANEL] */
+    real *scores; /* [block_keys][PANEL] */
+    real *block;  /* the same, for bias, mask and dropout */
+    real *k, *v;  /* converted tiles [block_keys][D], [block_keys][E] */
+} forward_state;
+
+/* Cuts `scratch` up; with scratch NULL only the size counts. */
+static size_t forward_layout(const orch_attention_cpu_plan *plan, char *scratch, forward_state *state)
+{
+    const orch_attention *p = plan->p;
+    const int64_t n = plan->block_panels, keys = plan->block_keys;
+    size_t at = 0;
+    forward_state unused;
+    state = state ? state : &unused;
+#define TAKE(field, type, count)                                   \
+    do {                                                           \
+        state->field = scratch ? (type *)(scratch + at) : NULL;    \
+        at += ((size_t)(count) * sizeof(type) + 63) / 64 * 64;     \
+    } while (0)
+    TAKE(panels, panel, n);
+    TAKE(q, real, n * p->D * PANEL);
+    TAKE(o, real, n * p->E * PANEL);
+    TAKE(m, real, n * PANEL);
+    TAKE(l, real, n * PANEL);
+    TAKE(scores, real, keys * PANEL);
+    TAKE(block, real, keys * PANEL);
+    TAKE(k, real, keys * p->D);
+    TAKE(v, real, keys * p->E);
+#undef TAKE
+    return at;
+}
+
+size_t ORCH_K(attention_forward_bytes)(const orch_attention_cpu_plan *plan)
+{
+    return forward_layout(plan, NULL, NULL);
+}
+
+/* Turns scores into probabilities 2^(s - m) under the new maximum; factor gets what older sums of each lane
+ * must be multiplied with. */
+ORCH_INLINE void softmax_block_of(real *scores, int64_t keys, real *m, real *l, real factor[PANEL],
+                                  int vectors)
+{
+    for (int c = 0; c < vectors * VW; c += VW) {
+        real *column = scores + c;
+        v_real top = v_load(m + c);
+        v_real top1 = top;
+        int64_t j = 0;
+        for (; j + 2 <= keys; j += 2) {
+            top = v_max(v_load(column + j * PANEL), top);
+            top1 = v_max(v_load(column + (j + 1) * PANEL), top1);
+        }
+        if (j < keys) {
+            top = v_max(v_load(column + j * PANEL), top);
+        }
+        top = v_max(top, top1);
+        /* While a lane has seen nothing, its maximum is -inf, and -inf - -inf would be NaN. */
+        const v_real base = v_select(v_equal(top, v_set1(-INFINITY)), v_zero(), top);
+        const v_real rescale = v_exp2_low(v_sub(v_load(m + c), base));
+        v_real sum = v_zero();
+        for (j = 0; j < keys; j++) {
+            real *at = column + j * PANEL;
+            v_real power = v_exp2_low(v_sub(v_load(at), base));
+            v_store(at, power);
+            sum = v_add(sum, power);
+        }
+        v_store(l + c, v_fma(v_load(l + c), rescale, sum));
+        v_store(m + c, top);
+        v_store(factor + c, rescale);
+    }
+}
+
+static void softmax_block(real *scores, int64_t keys, real *m, real *l, real factor[PANEL], int vectors)
+{
+    if (vectors == 2) {
+        softmax_block_of(scores, keys, m, l, factor, 2);
+    } else {
+        softmax_block_of(scores, keys, m, l, factor, 1);
+    }
+}
+
+/* One panel against the tile's keys that it sees. */
+static void forward_panel(const orch_attention *p, const orch_attention_task *task, forward_state *state,
+                          int64_t index, key_rows k, key_rows v, int64_t tile_first, int64_t j0, int64_t j1)
+{
+    const panel *n = &state->panels[index];
+    real factor[PANEL];
+    k.data += (j0 - tile_first) * k.stride;
+    v.data += (j0 - tile_first) * v.stride;
+    panel_scores(state->scores, p, task, n, k, state->q + index * p->D * PANEL, j0, j1, state->block, NULL);
+    softmax_block(state->scores, j1 - j0, state->m + index * PANEL, state->l + index * PANEL, factor,
+                  n->vectors);
+    if (p->dropout > 0) {
+        dropout_block(state->block, p, task, n, j0, j1);
+        for (int64_t at = 0; at < (j1 - j0) * PANEL; at += VW) {
+            v_mask dropped = v_equal(v_load(state->block + at), v_zero());
+            v_store(state->scores + at, v_select(dropped, v_zero(), v_load(state->scores + at)));
+        }
+    }
+    weighted_rows(state->o + index * p->E * PANEL, v, state->scores, factor, p->E, j1 - j0, n->vectors);
+}
+
+/* Normalises one panel's o and stores rows of out and lse. o is [E][PANEL]. */
+static void store_panel(const orch_attention *p, const orch_attention_task *task, const panel *n, real *o,
+                        const real *m, const real *l)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(p->out.dtype);
+    real row[ORCH_ATTENTION_MAX_HEAD_SIZE];
+    for (int lane = 0; lane < n->lanes; lane++) {
+        const int64_t i = task->sequence.row_q + n->query[lane];
+        /* A row that sees nothing is zeros, not 0 / 0; a NaN sum stays NaN. */
+        const real inverse = l[lane] == 0 ? 0 : (real)p->keep_scale / l[lane];
+        for (int64_t e = 0; e < p->E; e++) {
+            row[e] = o[e * PANEL + lane] * inverse;
+        }
+        store_row(p->out.data + orch_row(&p->out, task->b, n->head[lane], i) * size, p->out.dtype,
+                  p->out.column, row, p->E);
+        if (p->lse.present) {
+            const real lse = (real)((double)m[lane] * LN2 + orch_log((double)l[lane]));
+            store_row(p->lse.data + orch_row(&p->lse, task->b, n->head[lane], i) * (int64_t)sizeof(real),
+                      p->lse.dtype, 1, l[lane] == 0 ? &(real){-INFINITY} : &lse, 1);
+        }
+    }
+}
+
+/* The sink is the first element of every sum: maximum its own value, sum 1. */
+static void start_panel(const orch_attention *p, forward_state *state, int64_t index, bool with_sink)
+{
+    const panel *n = &state->panels[index];
+    real *m = state->m + index * PANEL, *l = state->l + index * PANEL;
+    for (int lane = 0; lane < PANEL; lane++) {
+        m[lane] = -INFINITY;
+        l[lane] = 0;
+        if (with_sink) {
+            m[lane] = (real)(orch_element_load(p->sinks.dtype, p->sinks.data, n->head[lane] * p->sinks.head) *
+                             LOG2E);
+            l[lane] = m[lane] == -INFINITY ? 0 : 1;
+        }
+    }
+    memset(state->o + index * p->E * PANEL, 0, (size_t)(p->E * PANEL) * sizeof(real));
+}
+
+/* Where the partial result of (task, panel) is kept: o [E][PANEL], m, l. */
+static real *partial_at(const orch_attention_cpu_plan *plan, const orch_attention_task *task, int64_t index,
+                        int64_t split)
+{
+    const orch_attention_cut *cut = &task->cut;
+    const int64_t panel_index = (task->g * cut->head_sets + task->head_set) * cut->panels +
+                                task->block * plan->block_panels + index;
+    const int64_t at = plan->first_partial[task->b] + panel_index * cut->splits + split;
+    return (real *)(plan->partials + (size_t)at * plan->partial_bytes);
+}
+
+static int64_t block_panel_count(const orch_attention_cpu_plan *plan, const orch_attention_task *task)
+{
+    const int64_t left = task->cut.panels - task->block * plan->block_panels;
+    return left < plan->block_panels ? left : plan->block_panels;
+}
+
+void ORCH_K(attention_forward)(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
+                               char *scratch)
+{
+    const orch_attention *p = plan->p;
+    const int64_t count = block_panel_count(plan, task);
+    /* Splits end on whole tiles, so that tiles and with them the sums are the same for any split. */
+    const int64_t tiles = (task->sequence.S + plan->block_keys - 1) / plan->block_keys;
+    const int64_t first = task->split * tiles / task->cut.splits * plan->block_keys;
+    int64_t last = (task->split + 1) * tiles / task->cut.splits * plan->block_keys;
+    last = last < task->sequence.S ? last : task->sequence.S;
+    forward_state state;
+    forward_layout(plan, scratch, &state);
+    int64_t lo = INT64_MAX, hi = 0;
+    for (int64_t n = 0; n < count; n++) {
+        panel *at = &state.panels[n];
+        panel_set(at, p, task, task->block * plan->block_panels + n, first, last);
+        panel_pack(state.q + n * p->D * PANEL, at, &p->q, task, p->D, query_scale(p));
+        start_panel(p, &state, n, p->sinks.present && task->split == 0);
+        if (at->lo < at->hi) {
+            lo = at->lo < lo ? at->lo : lo;
+            hi = at->hi > hi ? at->hi : hi;
+        }
+    }
+    for (int64_t j = lo == INT64_MAX ? hi : lo / plan->block_keys * plan->block_keys; j < hi;
+         j += plan->block_keys) {
+        const int64_t from = j < lo ? lo : j, to = j + plan->block_keys < hi ? j + plan->block_keys : hi;
+        const key_rows k = key_tile(p, task, &p->k, p->D, from, to, state.k);
+        const key_rows v = key_tile(p, task, &p->v, p->E, from, to, state.v);
+        for (int64_t n = 0; n < count; n++) {
+            const panel *at = &state.panels[n];
+            const int64_t j0 = at->lo > from ? at->lo : from, j1 = at->hi < to ? at->hi : to;
+            if (j0 < j1) {
+                forward_panel(p, task, &state, n, k, v, from, j0, j1);
+            }
+        }
+    }
+    for (int64_t n = 0; n < count; n++) {
+        real *o = state.o + n * p->E * PANEL, *m = state.m + n * PANEL, *l = state.l + n * PANEL;
+        if (task->cut.splits == 1) {
+            store_panel(p, task, &state.panels[n], o, m, l);
+        } else {
+            real *partial = partial_at(plan, task, n, task->split);
+            memcpy(partial, o, (size_t)(p->E * PANEL) * sizeof(real));
+            memcpy(partial + p->E * PANEL, m, PANEL * sizeof(real));
+            memcpy(partial + (p->E + 1) * PANEL, l, PANEL * sizeof(real));
+        }
+    }
+}
+
+void ORCH_K(attention_combine)(const orch_attention_cpu_plan *plan, const orch_attention_task *task)
+{
+    const orch_attention *p = plan->p;
+    for (int64_t n = 0; n < block_panel_count(plan, task); n++) {
+        real *sum = partial_at(plan, task, n, 0), *m = sum + p->E * PANEL, *l = m + PANEL;
+        panel at;
+        panel_set(&at, p, task, task->block * plan->block_panels + n, 0, task->sequence.S);
+        for (int64_t split = 1; split < task->cut.splits; split++) {
+            const real *more = partial_at(plan, task, n, split);
+            const real *more_m = more + p->E * PANEL, *more_l = more_m + PANEL;
+            for (int c = 0; c < PANEL; c += VW) {
+                const v_real top = v_max(v_load(m + c), v_load(more_m + c));
+                const v_real base = v_select(v_equal(top, v_set1(-INFINITY)), v_zero(), top);
+                const v_real old = v_exp2_low(v_sub(v_load(m + c), base));
+                const v_real new = v_exp2_low(v_sub(v_load(more_m + c), base));
+                v_store(l + c, v_fma(v_load(more_l + c), new, v_mul(v_load(l + c), old)));
+                v_store(m + c, top);
+                for (int64_t e = 0; e < p->E; e++) {
+                    real *to = sum + e * PANEL + c;
+                    v_store(to, v_fma(v_load(more + e * PANEL + c), new, v_mul(v_load(to), old)));
+                }
+            }
+        }
+        store_panel(p, task, &at, sum, m, l);
+    }
+}

@@ -1,0 +1,167 @@
+/* From scores back to their gradient, for one block of panels against one tile of keys:
+ *     P = 2^(s - lse)        dP = dout v^T        dS = P (keep dP - delta)        delta = dout . out - dlse
+ * shared by the main backward pass and by the pass that owns dbias.
+ * delta is summed in the order in which dP is: where one key takes the whole row, dP - delta is exactly 0. */
+#ifndef ORCH_ATTENTION_CPU_GRADIENT_H
+#define ORCH_ATTENTION_CPU_GRADIENT_H
+
+#include "attention/attention_cpu_scores.h"
+
+typedef struct gradient_state {
+    panel *panels;
+    real *q, *dout;         /* packed [panels][D][PANEL], [panels][E][PANEL] */
+    real *lse_hi, *lse_lo;  /* [panels][PANEL], in units of log 2 and in two parts: one rounding less */
+    real *delta;            /* [panels][PANEL] */
+    real *p, *ds;           /* [panels][block_keys][PANEL] */
+    real *block, *slopes;   /* [block_keys][PANEL]: bias, mask or dropout; the soft cap's derivative */
+    real *k, *v;            /* converted tiles [block_keys][D], [block_keys][E] */
+    real *dq;               /* [panels][D][PANEL] */
+    real *q_rows, *dout_rows; /* [panels * PANEL][width_k], [width_v]: rows that cannot be read in place */
+    double *dbias;          /* [panels * PANEL][block_keys] */
+} gradient_state;
+
+/* Cuts `scratch` up; with scratch NULL only the size counts. */
+static size_t gradient_layout(const orch_attention_cpu_plan *plan, char *scratch, gradient_state *state)
+{
+    const orch_attention *p = plan->p;
+    const int64_t n = plan->block_panels, keys = plan->block_keys;
+    const bool owner_dbias = p->dbias.present && !plan->dbias_direct;
+    size_t at = 0;
+    gradient_state unused;
+    state = state ? state : &unused;
+#define TAKE(field, type, count)                                   \
+    do {                                                           \
+        state->field = scratch ? (type *)(scratch + at) : NULL;    \
+        at += ((size_t)(count) * sizeof(type) + 63) / 64 * 64;     \
+    } while (0)
+    TAKE(panels, panel, n);
+    TAKE(q, real, n * p->D * PANEL);
+    TAKE(dout, real, n * p->E * PANEL);
+    TAKE(lse_hi, real, n * PANEL);
+    TAKE(lse_lo, real, n * PANEL);
+    TAKE(delta, real, n * PANEL);
+    TAKE(p, real, n * keys * PANEL);
+    TAKE(ds, real, n * keys * PANEL);
+    TAKE(block, real, keys * PANEL);
+    TAKE(slopes, real, keys * PANEL);
+    TAKE(k, real, keys * p->D);
+    TAKE(v, real, keys * p->E);
+    TAKE(dq, real, n * p->D * PANEL);
+    TAKE(q_rows, real, n * PANEL * plan->width_k);
+    TAKE(dout_rows, real, n * PANEL * plan->width_v);
+    TAKE(dbias, double, owner_dbias ? n * PANEL * keys : 0);
+#undef TAKE
+    return at;
+}
+
+/* delta and lse of one panel. Lanes not in use, and rows that see nothing, get lse +inf: P is 0 then. */
+static void panel_statistics(const orch_attention *p, const orch_attention_task *task,
+                             gradient_state *state, int64_t index)
+{
+    const panel *n = &state->panels[index];
+    real *hi = state->lse_hi + index * PANEL, *lo = state->lse_lo + index * PANEL;
+    real *delta = state->delta + index * PANEL;
+    real *out = state->p; /* free until the first tile */
+    panel_pack(out, n, &p->out, task, p->E, 1);
+    for (int c = 0; c < PANEL; c += VW) {
+        v_real sum = v_zero();
+        for (int64_t e = 0; e < p->E; e++) {
+            const real *dout = state->dout + (index * p->E + e) * PANEL + c;
+            sum = v_fma(v_load(dout), v_load(out + e * PANEL + c), sum);
+        }
+        v_store(delta + c, sum);
+    }
+    for (int lane = 0; lane < PANEL; lane++) {
+        const int64_t i = task->sequence.row_q + n->query[lane];
+        hi[lane] = INFINITY;
+        lo[lane] = 0;
+        if (lane >= n->lanes) {
+            continue;
+        }
+        const int64_t at = orch_row(&p->lse, task->b, n->head[lane], i);
+        const double lse = orch_element_load(p->lse.dtype, p->lse.data, at);
+        if (lse != -INFINITY) {
+            hi[lane] = (real)(lse * LOG2E);
+            lo[lane] = isfinite(hi[lane])
+                           ? (real)(fma(lse, LOG2E, -(double)hi[lane]) + lse * 2.0355273740931033e-17)
+                           : 0;
+        }
+        if (p->dlse.present) {
+            const int64_t at_dlse = orch_row(&p->dlse, task->b, n->head[lane], i);
+            delta[lane] -= (real)orch_element_load(p->dlse.dtype, p->dlse.data, at_dlse);
+        }
+    }
+}
+
+/* Panels [0, count) of the task's block. */
+static void gradient_start(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
+                           gradient_state *state, int64_t count)
+{
+    const orch_attention *p = plan->p;
+    for (int64_t n = 0; n < count; n++) {
+        panel *at = &state->panels[n];
+        panel_set(at, p, task, task->block * plan->block_panels + n, 0, task->sequence.S);
+        panel_pack(state->q + n * p->D * PANEL, at, &p->q, task, p->D, query_scale(p));
+        panel_pack(state->dout + n * p->E * PANEL, at, &p->dout, task, p->E, 1);
+        panel_statistics(p, task, state, n);
+    }
+}
+
+/* ds = P (keep dP - delta) and, with dropout, P = keep P; keep is NULL without. */
+ORCH_INLINE void score_gradient_of(real *ds, real *prob, const real *keep, const real delta[PANEL],
+                                   key_rows v, const real *dout, int64_t E, int64_t keys, int vectors)
+{
+    for (int64_t j = 0; j < keys; j += TILE_ROWS) {
+        const int64_t rows = keys - j < TILE_ROWS ? keys - j : TILE_ROWS;
+#define BODY(count)                                                                           \
+    do {                                                                                      \
+        tile sum;                                                                             \
+        tile_clear(&sum, count, vectors);                                                     \
+        tile_add(&sum, count, vectors, v.data + j * v.stride, v.stride, 1, dout, PANEL, E);   \
+        for (int r = 0; r < count; r++) {                                                     \
+            for (int c = 0; c < vectors; c++) {                                               \
+                const int64_t at = (j + r) * PANEL + c * VW;                                  \
+                v_real dp = sum.at[r][c], probability = v_load(prob + at);                    \
+                if (keep) {                                                                   \
+                    v_real kept = v_load(keep + at);                                          \
+                    dp = v_mul(dp, kept);                                                     \
+                    v_store(prob + at, v_mul(probability, kept));                             \
+                }                                                                             \
+                v_store(ds + at, v_mul(probability, v_sub(dp, v_load(delta + c * VW))));      \
+            }                                                                                 \
+        }                                                                                     \
+    } while (0)
+        TILE_FOR_ROWS(rows, BODY)
+#undef BODY
+    }
+}
+
+/* P and dS of panel `index` against keys [j0, j1); k and v start at j0. Without the soft cap's derivative,
+ * which dbias does not want: slopes hold it. prob and ds are [j1 - j0][PANEL]. */
+static void panel_gradient(const orch_attention *p, const orch_attention_task *task, gradient_state *state,
+                           int64_t index, key_rows k, key_rows v, int64_t j0, int64_t j1, real *prob,
+                           real *ds)
+{
+    const panel *n = &state->panels[index];
+    const real *hi = state->lse_hi + index * PANEL, *lo = state->lse_lo + index * PANEL;
+    const real *dout = state->dout + index * p->E * PANEL, *delta = state->delta + index * PANEL;
+    const int64_t keys = j1 - j0;
+    real *keep = p->dropout > 0 ? state->block : NULL;
+    panel_scores(prob, p, task, n, k, state->q + index * p->D * PANEL, j0, j1, state->block,
+                 p->softcap > 0 ? state->slopes : NULL);
+    for (int c = 0; c < PANEL; c += VW) {
+        const v_real top = v_load(hi + c), rest = v_load(lo + c);
+        for (int64_t j = 0; j < keys; j++) {
+            real *at = prob + j * PANEL + c;
+            v_store(at, v_exp2(v_sub(v_sub(v_load(at), top), rest)));
+        }
+    }
+    if (keep) {
+        dropout_block(keep, p, task, n, j0, j1);
+        score_gradient_of(ds, prob, keep, delta, v, dout, p->E, keys, 2);
+    } else {
+        score_gradient_of(ds, prob, NULL, delta, v, dout, p->E, keys, 2);
+    }
+}
+
+#endif

@@ -1,0 +1,370 @@
+/* Panels and their scores: the part that forward and backward share, so that both see the same bits.
+ *
+ * A panel is up to PANEL queries side by side in vector lanes. Its scores against keys [j0, j1) are a block
+ * scores[j - j0][PANEL], keys down, queries across: softmax then runs down the block without any horizontal
+ * operation, and K and V enter the products element by element, so neither is ever transposed or packed.
+ * Scores are kept in units of log 2: s * log2(e), which q's packing scale brings in for nothing. */
+#ifndef ORCH_ATTENTION_CPU_SCORES_H
+#define ORCH_ATTENTION_CPU_SCORES_H
+
+#include <math.h>
+
+#include "attention/attention_cpu.h"
+#include "simd/pack.h"
+#include "simd/simd_math.h"
+
+typedef struct panel {
+    int64_t head[PANEL], query[PANEL]; /* of each lane */
+    int lanes;                         /* in use; those behind repeat the last one */
+    int vectors;                       /* that hold lanes in use */
+    int64_t lo, hi;                    /* keys that some lane sees */
+    int64_t all_lo, all_hi;            /* keys that every lane sees, as far as ranges go */
+    int64_t lane_lo[PANEL], lane_hi[PANEL];
+    real slope[PANEL]; /* of ALiBi, in units of log 2 */
+} panel;
+
+/* Panel `n` of a task's head set, its keys cut to [first, last). */
+static inline void panel_set(panel *n, const orch_attention *p, const orch_attention_task *task,
+                             int64_t index, int64_t first, int64_t last)
+{
+    const orch_sequence *s = &task->sequence;
+    const int64_t group = p->H / p->G;
+    const int64_t set_first = task->head_set * task->cut.heads_per_panel;
+    const int64_t heads = group - set_first < task->cut.heads_per_panel ? group - set_first
+                                                                         : task->cut.heads_per_panel;
+    const int64_t i0 = index * PANEL;
+    const int64_t rows = s->T - i0 < PANEL ? s->T - i0 : PANEL;
+    n->lanes = (int)(heads * rows);
+    n->vectors = n->lanes > VW ? 2 : 1;
+    n->lo = n->all_hi = INT64_MAX;
+    n->hi = n->all_lo = 0;
+    for (int lane = 0; lane < PANEL; lane++) {
+        const int64_t used = lane < n->lanes ? lane : n->lanes - 1;
+        int64_t lo, hi;
+        n->query[lane] = i0 + used % rows;
+        n->head[lane] = task->g * group + set_first + used / rows;
+        orch_attention_range(p, s, n->query[lane], &lo, &hi);
+        lo = lo < first ? first : lo > last ? last : lo;
+        hi = hi < lo ? lo : hi > last ? last : hi;
+        n->lane_lo[lane] = lo;
+        n->lane_hi[lane] = hi;
+        if (lo < hi) {
+            n->lo = lo < n->lo ? lo : n->lo;
+            n->hi = hi > n->hi ? hi : n->hi;
+        }
+        n->all_lo = lo > n->all_lo ? lo : n->all_lo;
+        n->all_hi = hi < n->all_hi ? hi : n->all_hi;
+        if (p->alibi.present) {
+            const int64_t at = task->b * p->alibi.batch + n->head[lane] * p->alibi.head;
+            n->slope[lane] = (real)(orch_element_load(p->alibi.dtype, p->alibi.data, at) * LOG2E);
+        }
+    }
+    if (n->lo > n->hi) {
+        n->lo = n->hi = first;
+    }
+}
+
+/* Where each lane's row of a tensor with q's rows starts; NULL for lanes not in use. */
+static inline void panel_rows(const char *row[PANEL], const panel *n, const orch_view *view,
+                              const orch_attention_task *task)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
+    for (int lane = 0; lane < PANEL; lane++) {
+        const int64_t at = orch_row(view, task->b, n->head[lane], task->sequence.row_q + n->query[lane]);
+        row[lane] = lane < n->lanes ? view->data + at * size : NULL;
+    }
+}
+
+static inline void panel_pack(real *packed, const panel *n, const orch_view *view,
+                              const orch_attention_task *task, int64_t columns, real scale)
+{
+    const char *row[PANEL];
+    panel_rows(row, n, view, task);
+    pack_panel(packed, row, view->dtype, view->column, columns, scale);
+}
+
+/* What q is multiplied with when it is packed: brings scores to units of log 2, or of the soft cap. */
+static inline real query_scale(const orch_attention *p)
+{
+    return (real)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2E);
+}
+
+/* ---- Keys and values as reals ---------------------------------------------------------------------- */
+
+/* Row j of the tile stands at data + (j - first) * stride. */
+typedef struct key_rows {
+    const real *data;
+    int64_t stride;
+} key_rows;
+
+static inline bool row_is_finite(const real *row, int64_t columns)
+{
+    real sum = 0;
+    for (int64_t c = 0; c < columns; c++) {
+        sum += row[c] * 0;
+    }
+    return sum == 0;
+}
+
+/* Whether no query of the batch element sees key j. */
+static bool key_is_dead(const orch_attention *p, const orch_attention_task *task, int64_t j)
+{
+    const orch_view *mask = &p->mask, *bias = &p->bias;
+    for (int64_t h = 0; h < p->H; h++) {
+        for (int64_t i = 0; i < task->sequence.T; i++) {
+            int64_t lo, hi;
+            orch_attention_range(p, &task->sequence, i, &lo, &hi);
+            if (j < lo || j >= hi) {
+                continue;
+            }
+            const int64_t at_mask = orch_row(mask, task->b, h, i) + j * mask->column;
+            const int64_t at_bias = orch_row(bias, task->b, h, i) + j * bias->column;
+            if ((!mask->present || orch_element_load(mask->dtype, mask->data, at_mask) != 0) &&
+                (!bias->present || orch_element_load(bias->dtype, bias->data, at_bias) != -INFINITY)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+/* Keys [j0, j1) of k or v: in place where they are reals in rows, otherwise converted into `buffer`. A key
+ * that mask or bias hide from every query becomes zeros if it is not finite: 0 * NaN would be NaN. */
+static inline key_rows key_tile(const orch_attention *p, const orch_attention_task *task,
+                                const orch_view *view, int64_t columns, int64_t j0, int64_t j1, real *buffer)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
+    const char *from = view->data + orch_row(view, task->b, task->g, task->sequence.row_k + j0) * size;
+    const bool in_place = size == (int64_t)sizeof(real) && view->column == 1;
+    key_rows rows = {(const real *)from, view->row};
+    if (!in_place) {
+        copy_rows(buffer, columns, from, view->dtype, view->row, view->column, j1 - j0, columns);
+        rows = (key_rows){buffer, columns};
+    }
+    if (!p->mask.present && !p->bias.present) {
+        return rows;
+    }
+    for (int64_t j = j0; j < j1; j++) {
+        if (!row_is_finite(rows.data + (j - j0) * rows.stride, columns) && key_is_dead(p, task, j)) {
+            if (rows.data != buffer) {
+                copy_rows(buffer, columns, from, view->dtype, view->row, view->column, j1 - j0, columns);
+                rows = (key_rows){buffer, columns};
+            }
+            memset(buffer + (j - j0) * columns, 0, (size_t)columns * sizeof(real));
+        }
+    }
+    return rows;
+}
+
+/* ---- Products -------------------------------------------------------------------------------------- */
+
+/* scores[j][.] = k_j . q over `keys` rows of k. */
+ORCH_INLINE void score_product_of(real *scores, key_rows k, const real *q, int64_t D, int64_t keys,
+                                  int vectors)
+{
+    for (int64_t j = 0; j < keys; j += TILE_ROWS) {
+        const int64_t rows = keys - j < TILE_ROWS ? keys - j : TILE_ROWS;
+#define BODY(count)                                                                        \
+    do {                                                                                   \
+        tile sum;                                                                          \
+        tile_clear(&sum, count, vectors);                                                  \
+        tile_add(&sum, count, vectors, k.data + j * k.stride, k.stride, 1, q, PANEL, D);   \
+        for (int r = 0; r < count; r++) {                                                  \
+            for (int c = 0; c < vectors; c++) {                                            \
+                v_store(scores + (j + r) * PANEL + c * VW, sum.at[r][c]);                  \
+            }                                                                              \
+        }                                                                                  \
+    } while (0)
+        TILE_FOR_ROWS(rows, BODY)
+#undef BODY
+    }
+}
+
+static inline void score_product(real *scores, key_rows k, const real *q, int64_t D, int64_t keys,
+                                 int vectors)
+{
+    if (vectors == 2) {
+        score_product_of(scores, k, q, D, keys, 2);
+    } else {
+        score_product_of(scores, k, q, D, keys, 1);
+    }
+}
+
+/* sum[d][.] = sum[d][.] * factor + sum over keys of x(j,d) * weights[j][.]: out from v and p, dq from k and
+ * ds. The block's own sum is made first and added once: a short chain into each long one. */
+ORCH_INLINE void weighted_rows_of(real *sum, key_rows x, const real *weights, const real factor[PANEL],
+                                  int64_t columns, int64_t keys, int vectors)
+{
+    v_real scale[TILE_VECTORS];
+    for (int c = 0; c < vectors; c++) {
+        scale[c] = v_load(factor + c * VW);
+    }
+    for (int64_t d = 0; d < columns; d += TILE_ROWS) {
+        const int64_t rows = columns - d < TILE_ROWS ? columns - d : TILE_ROWS;
+#define BODY(count)                                                                        \
+    do {                                                                                   \
+        tile t;                                                                            \
+        tile_clear(&t, count, vectors);                                                    \
+        tile_add(&t, count, vectors, x.data + d, 1, x.stride, weights, PANEL, keys);       \
+        for (int r = 0; r < count; r++) {                                                  \
+            for (int c = 0; c < vectors; c++) {                                            \
+                real *at = sum + (d + r) * PANEL + c * VW;                                 \
+                v_store(at, v_fma(v_load(at), scale[c], t.at[r][c]));                      \
+            }                                                                              \
+        }                                                                                  \
+    } while (0)
+        TILE_FOR_ROWS(rows, BODY)
+#undef BODY
+    }
+}
+
+static inline void weighted_rows(real *sum, key_rows x, const real *weights, const real factor[PANEL],
+                                 int64_t columns, int64_t keys, int vectors)
+{
+    if (vectors == 2) {
+        weighted_rows_of(sum, x, weights, factor, columns, keys, 2);
+    } else {
+        weighted_rows_of(sum, x, weights, factor, columns, keys, 1);
+    }
+}
+
+/* ---- Options --------------------------------------------------------------------------------------- */
+
+/* The panel's piece of bias or mask: block[j - j0][lane]. */
+static void load_block(real *block, const panel *n, const orch_view *view, const orch_attention_task *task,
+                       int64_t j0, int64_t j1, real scale)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
+    const char *row[PANEL];
+    for (int lane = 0; lane < PANEL; lane++) {
+        row[lane] = view->data +
+                    (orch_row(view, task->b, n->head[lane], n->query[lane]) + j0 * view->column) * size;
+    }
+    pack_panel(block, row, view->dtype, view->column, j1 - j0, scale);
+}
+
+/* scores = softcap * tanh(scores); slopes, if wanted, get the derivative 1 - tanh^2. */
+static void apply_softcap(real *scores, int64_t count, real cap, real *slopes)
+{
+    for (int64_t at = 0; at < count; at += VW) {
+        v_real t = v_tanh(v_load(scores + at));
+        v_store(scores + at, v_mul(t, v_set1(cap)));
+        if (slopes) {
+            v_store(slopes + at, v_fnma(t, t, v_set1(1)));
+        }
+    }
+}
+
+static void apply_alibi(real *scores, const panel *n, const orch_sequence *s, int64_t j0, int64_t keys)
+{
+    real distance[PANEL];
+    for (int lane = 0; lane < PANEL; lane++) {
+        distance[lane] = (real)(n->query[lane] + s->shift - j0);
+    }
+    for (int64_t j = 0; j < keys; j++) {
+        for (int c = 0; c < PANEL; c += VW) {
+            v_real away = v_abs(v_sub(v_load(distance + c), v_set1((real)j)));
+            real *at = scores + j * PANEL + c;
+            v_store(at, v_fnma(v_load(n->slope + c), away, v_load(at)));
+        }
+    }
+}
+
+static void apply_mask(real *scores, const real *mask, int64_t count)
+{
+    const v_real hidden = v_set1(-INFINITY);
+    for (int64_t at = 0; at < count; at += VW) {
+        v_mask off = v_equal(v_load(mask + at), v_zero());
+        v_store(scores + at, v_select(off, hidden, v_load(scores + at)));
+    }
+}
+
+/* Hides keys outside a lane's own range, in rows where the lanes differ. */
+static void apply_ranges(real *scores, const panel *n, int64_t j0, int64_t j1)
+{
+    const v_real hidden = v_set1(-INFINITY);
+    real lo[PANEL], hi[PANEL];
+    for (int lane = 0; lane < PANEL; lane++) {
+        /* Relative to j0, so that they are exact in a float. */
+        const int64_t from = n->lane_lo[lane] - j0, to = n->lane_hi[lane] - j0, keys = j1 - j0;
+        lo[lane] = (real)(from < 0 ? 0 : from > keys ? keys : from);
+        hi[lane] = (real)(to < 0 ? 0 : to > keys ? keys : to);
+    }
+    for (int64_t j = j0; j < j1; j++) {
+        if (j >= n->all_lo && j < n->all_hi) {
+            j = (n->all_hi < j1 ? n->all_hi : j1) - 1;
+            continue;
+        }
+        const v_real row = v_set1((real)(j - j0));
+        for (int c = 0; c < PANEL; c += VW) {
+            real *at = scores + (j - j0) * PANEL + c;
+            v_real score = v_select(v_less(row, v_load(lo + c)), hidden, v_load(at));
+            v_store(at, v_select(v_less(row, v_load(hi + c)), score, hidden));
+        }
+    }
+}
+
+/* Scores of the panel against keys [j0, j1), whose rows of k start at `k`; -inf where a lane does not see a
+ * key. `block` and `slopes` (or NULL) are scratch of the same size. */
+static void panel_scores(real *scores, const orch_attention *p, const orch_attention_task *task,
+                         const panel *n, key_rows k, const real *q, int64_t j0, int64_t j1, real *block,
+                         real *slopes)
+{
+    const int64_t keys = j1 - j0, count = keys * PANEL;
+    score_product(scores, k, q, p->D, keys, n->vectors);
+    if (n->vectors == 1) { /* the other vector is never looked at, but must not hold a signalling surprise */
+        for (int64_t j = 0; j < keys; j++) {
+            v_store(scores + j * PANEL + VW, v_zero());
+        }
+    }
+    if (p->softcap > 0) {
+        apply_softcap(scores, count, (real)(p->softcap * LOG2E), slopes);
+    }
+    if (p->alibi.present) {
+        apply_alibi(scores, n, &task->sequence, j0, keys);
+    }
+    if (p->bias.present) {
+        load_block(block, n, &p->bias, task, j0, j1, 1);
+        const v_real log2e = v_set1(R(LOG2E));
+        for (int64_t at = 0; at < count; at += VW) {
+            v_store(scores + at, v_fma(v_load(block + at), log2e, v_load(scores + at)));
+        }
+    }
+    if (p->mask.present) {
+        load_block(block, n, &p->mask, task, j0, j1, 1);
+        apply_mask(scores, block, count);
+    }
+    if (n->all_lo > j0 || n->all_hi < j1) {
+        apply_ranges(scores, n, j0, j1);
+    }
+}
+
+/* keep[j - j0][lane]: 1 / (1 - dropout) where the probability stays, 0 where it is dropped. Words come four
+ * keys at a time: c[w] is key 4 * quad + w. */
+static void dropout_block(real *keep, const orch_attention *p, const orch_attention_task *task,
+                          const panel *n, int64_t j0, int64_t j1)
+{
+    for (int64_t quad = j0 / 4; quad * 4 < j1; quad++) {
+        uint32_t c[4][PHILOX_LANES];
+        for (int lane = 0; lane < PHILOX_LANES; lane++) {
+            const int used = lane % PANEL;
+            c[0][lane] = (uint32_t)quad;
+            c[1][lane] = (uint32_t)n->query[used];
+            c[2][lane] = (uint32_t)(task->b * p->H + n->head[used]);
+            c[3][lane] = p->dropout_offset;
+        }
+        philox_lanes(c, p->seed[0], p->seed[1]);
+        for (int w = 0; w < 4; w++) {
+            const int64_t j = quad * 4 + w;
+            if (j < j0 || j >= j1) {
+                continue;
+            }
+            for (int lane = 0; lane < PANEL; lane++) {
+                keep[(j - j0) * PANEL + lane] =
+                    c[w][lane] >= p->dropout_threshold ? (real)p->keep_scale : 0;
+            }
+        }
+    }
+}
+
+#endif

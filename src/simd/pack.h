@@ -1,0 +1,172 @@
+/* Between tensors of any dtype and stride and the reals that kernels compute with. */
+#ifndef ORCH_PACK_H
+#define ORCH_PACK_H
+
+#include <orchard/core.h>
+
+#include "simd/tile.h"
+
+/* Panels hold TILE_WIDTH rows of a tensor, transposed: element (row i, column c) at panel[c*TILE_WIDTH + i]. */
+#define PANEL TILE_WIDTH
+
+ORCH_INLINE real load_real(const char *p, orchard_dtype dtype)
+{
+    switch (dtype) {
+#if defined(ORCH_REAL_F32)
+    case ORCHARD_F32: return *(const float *)p;
+    case ORCHARD_F16: return orch_f16_to_f32(*(const uint16_t *)p);
+    case ORCHARD_BF16: return orch_bf16_to_f32(*(const uint16_t *)p);
+#else
+    case ORCHARD_F64: return *(const double *)p;
+#endif
+    default: return *(const uint8_t *)p != 0; /* ORCHARD_BOOL */
+    }
+}
+
+ORCH_INLINE v_real load_vector(const char *p, orchard_dtype dtype)
+{
+    switch (dtype) {
+#if defined(ORCH_REAL_F32)
+    case ORCHARD_F32: return v_load((const float *)p);
+    case ORCHARD_F16: return v_load_f16((const uint16_t *)p);
+    case ORCHARD_BF16: return v_load_bf16((const uint16_t *)p);
+#else
+    case ORCHARD_F64: return v_load((const double *)p);
+#endif
+    default: return v_load_u8((const uint8_t *)p); /* ORCHARD_BOOL */
+    }
+}
+
+/* A transposed panel of columns [0, columns) times `scale`, from rows that start at row[0 ... PANEL-1] (NULL:
+ * a row of zeros) and have `stride` elements between columns. */
+ORCH_INLINE void pack_panel_of(real *panel, const char *const row[PANEL], orchard_dtype dtype, size_t size,
+                               int64_t stride, int64_t columns, real scale)
+{
+    const v_real factor = v_set1(scale);
+    for (int half = 0; half < PANEL; half += VW) {
+        int64_t c = 0;
+        for (; stride == 1 && c + VW <= columns; c += VW) {
+            v_real block[VW];
+            for (int i = 0; i < VW; i++) {
+                const char *from = row[half + i];
+                block[i] = from ? v_mul(load_vector(from + c * (int64_t)size, dtype), factor) : v_zero();
+            }
+            v_transpose(block);
+            for (int i = 0; i < VW; i++) {
+                v_store(panel + (c + i) * PANEL + half, block[i]);
+            }
+        }
+        for (; c < columns; c++) {
+            for (int i = half; i < half + VW; i++) {
+                const char *from = row[i];
+                panel[c * PANEL + i] = from ? load_real(from + c * stride * (int64_t)size, dtype) * scale : 0;
+            }
+        }
+    }
+}
+
+/* Rows as they are: dst[i*width + c] for `rows` rows of `columns` elements, zeros up to `width`. */
+ORCH_INLINE void copy_rows_of(real *dst, int64_t width, const char *src, orchard_dtype dtype, size_t size,
+                              int64_t row_stride, int64_t stride, int64_t rows, int64_t columns)
+{
+    for (int64_t i = 0; i < rows; i++) {
+        const char *from = src + i * row_stride * (int64_t)size;
+        real *to = dst + i * width;
+        int64_t c = 0;
+        for (; stride == 1 && c + VW <= columns; c += VW) {
+            v_store(to + c, load_vector(from + c * (int64_t)size, dtype));
+        }
+        for (; c < columns; c++) {
+            to[c] = load_real(from + c * stride * (int64_t)size, dtype);
+        }
+        for (; c < width; c++) {
+            to[c] = 0;
+        }
+    }
+}
+
+/* Stores `columns` reals as a row of the tensor. NaNs leave in canonical form. */
+ORCH_INLINE void store_row_of(char *dst, orchard_dtype dtype, size_t size, int64_t stride, const real *src,
+                              int64_t columns)
+{
+    int64_t c = 0;
+    (void)dtype;
+    for (; stride == 1 && c + VW <= columns; c += VW) {
+        v_real a = v_load(src + c);
+        a = v_select(v_equal(a, a), a, v_set1((real)orch_canonical_f64(NAN)));
+#if defined(ORCH_REAL_F32)
+        if (dtype == ORCHARD_F16) {
+            v_store_f16((uint16_t *)dst + c, a);
+            continue;
+        }
+        if (dtype == ORCHARD_BF16) {
+            real lanes[VW];
+            v_store(lanes, a);
+            for (int i = 0; i < VW; i++) {
+                ((uint16_t *)dst)[c + i] = orch_f32_to_bf16(lanes[i]);
+            }
+            continue;
+        }
+#endif
+        v_store((real *)dst + c, a);
+    }
+    for (; c < columns; c++) {
+        char *to = dst + c * stride * (int64_t)size;
+#if defined(ORCH_REAL_F32)
+        if (dtype == ORCHARD_F16) {
+            *(uint16_t *)to = orch_f32_to_f16(src[c]);
+            continue;
+        }
+        if (dtype == ORCHARD_BF16) {
+            *(uint16_t *)to = orch_f32_to_bf16(src[c]);
+            continue;
+        }
+        *(float *)to = orch_canonical_f32(src[c]);
+#else
+        *(double *)to = orch_canonical_f64(src[c]);
+#endif
+    }
+}
+
+/* The dtype is decided once per call, so that the loops inside are free of it. */
+#if defined(ORCH_REAL_F32)
+#define PACK_FOR_DTYPE(dtype, CALL)                      \
+    switch (dtype) {                                     \
+    case ORCHARD_F32: CALL(ORCHARD_F32, 4); break;       \
+    case ORCHARD_F16: CALL(ORCHARD_F16, 2); break;       \
+    case ORCHARD_BF16: CALL(ORCHARD_BF16, 2); break;     \
+    default: CALL(ORCHARD_BOOL, 1); break;               \
+    }
+#else
+#define PACK_FOR_DTYPE(dtype, CALL)                      \
+    switch (dtype) {                                     \
+    case ORCHARD_F64: CALL(ORCHARD_F64, 8); break;       \
+    default: CALL(ORCHARD_BOOL, 1); break;               \
+    }
+#endif
+
+static inline void pack_panel(real *panel, const char *const row[PANEL], orchard_dtype dtype,
+                              int64_t stride, int64_t columns, real scale)
+{
+#define CALL(type, size) pack_panel_of(panel, row, type, size, stride, columns, scale)
+    PACK_FOR_DTYPE(dtype, CALL)
+#undef CALL
+}
+
+static inline void copy_rows(real *dst, int64_t width, const char *src, orchard_dtype dtype,
+                             int64_t row_stride, int64_t stride, int64_t rows, int64_t columns)
+{
+#define CALL(type, size) copy_rows_of(dst, width, src, type, size, row_stride, stride, rows, columns)
+    PACK_FOR_DTYPE(dtype, CALL)
+#undef CALL
+}
+
+static inline void store_row(char *dst, orchard_dtype dtype, int64_t stride, const real *src,
+                             int64_t columns)
+{
+#define CALL(type, size) store_row_of(dst, type, size, stride, src, columns)
+    PACK_FOR_DTYPE(dtype, CALL)
+#undef CALL
+}
+
+#endif
