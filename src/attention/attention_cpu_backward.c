@@ -47,24 +47,31 @@ static void clear_rows(real *rows, int64_t first, int64_t last)
     }
 }
 
-/* sums[j][.] += sum over panels and lanes of weights[n][j][lane] * rows[n, lane][.] */
-ORCH_INLINE void key_sums_of(real *sums, int64_t width, const real *weights, int64_t panel_stride,
-                             const panel *panels, const panel_span *spans, int64_t count, key_rows rows,
-                             int64_t j, int row_count, int64_t column, int vectors)
+/* What the sums over queries read: weights[n][j][lane] times rows[n * PANEL + lane][.], over panels. Both
+ * ends of the spans grow with n, so the panels that see a key are neighbours. */
+typedef struct key_sum_inputs {
+    const real *weights;
+    int64_t panel_stride;
+    key_rows rows;
+    const panel *panels;
+    const panel_span *spans;
+    int64_t count;
+} key_sum_inputs;
+
+/* Register tile (j, column) of sums[j][.] += sum over panels [first, last) and their lanes. */
+ORCH_INLINE void key_sums_of(real *sums, int64_t width, const key_sum_inputs *in, int64_t first,
+                             int64_t last, int64_t j, int row_count, int64_t column, int vectors)
 {
+    const real *a = in->weights + first * in->panel_stride + j * PANEL;
+    const real *b = in->rows.data + first * PANEL * in->rows.stride + column;
+    const int lanes = in->panels[last - 1].lanes;
+    const int64_t full = last - first - (lanes < PANEL);
     tile sum;
-    tile_clear(&sum, row_count, vectors);
-    for (int64_t n = 0; n < count; n++) {
-        if (j < spans[n].first || j >= spans[n].last) {
-            continue;
-        }
-        const real *a = weights + n * panel_stride + j * PANEL;
-        const real *b = rows.data + n * PANEL * rows.stride + column;
-        if (panels[n].lanes == PANEL) {
-            tile_add(&sum, row_count, vectors, a, PANEL, 1, b, rows.stride, PANEL);
-        } else {
-            tile_add(&sum, row_count, vectors, a, PANEL, 1, b, rows.stride, panels[n].lanes);
-        }
+    tile_multiply(&sum, row_count, vectors, a, PANEL, 1, b, in->rows.stride, PANEL,
+                  in->panel_stride - PANEL, full);
+    if (lanes < PANEL) {
+        tile_add(&sum, row_count, vectors, a + full * in->panel_stride, PANEL, 1,
+                 b + full * PANEL * in->rows.stride, in->rows.stride, lanes);
     }
     for (int r = 0; r < row_count; r++) {
         for (int c = 0; c < vectors; c++) {
@@ -74,22 +81,27 @@ ORCH_INLINE void key_sums_of(real *sums, int64_t width, const real *weights, int
     }
 }
 
-static void key_sums(real *sums, int64_t width, const real *weights, int64_t panel_stride,
-                     const panel *panels, const panel_span *spans, int64_t count, key_rows rows,
-                     int64_t keys)
+static void key_sums(real *sums, int64_t width, const key_sum_inputs *in, int64_t keys)
 {
     for (int64_t j = 0; j < keys; j += TILE_ROWS) {
         const int64_t row_count = keys - j < TILE_ROWS ? keys - j : TILE_ROWS;
-        int64_t column = 0;
+        int64_t first = 0, last = in->count, column = 0;
+        while (first < last && in->spans[first].last <= j) {
+            first++;
+        }
+        while (first < last && (in->spans[last - 1].first > j || in->spans[last - 1].last <= j)) {
+            last--;
+        }
+        if (first == last) {
+            continue;
+        }
         for (; column + TILE_WIDTH <= width; column += TILE_WIDTH) {
-#define BODY(n) \
-    key_sums_of(sums, width, weights, panel_stride, panels, spans, count, rows, j, n, column, 2)
+#define BODY(n) key_sums_of(sums, width, in, first, last, j, n, column, 2)
             TILE_FOR_ROWS(row_count, BODY)
 #undef BODY
         }
         if (column < width) {
-#define BODY(n) \
-    key_sums_of(sums, width, weights, panel_stride, panels, spans, count, rows, j, n, column, 1)
+#define BODY(n) key_sums_of(sums, width, in, first, last, j, n, column, 1)
             TILE_FOR_ROWS(row_count, BODY)
 #undef BODY
         }
@@ -223,13 +235,17 @@ static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attent
             weighted_rows(state->dq + n * p->D * PANEL, panel_k, ds + r0 * PANEL, unscaled, p->D, r1 - r0, 2);
         }
     }
+    key_sum_inputs in = {.panel_stride = panel_stride, .panels = state->panels, .spans = spans,
+                         .count = count};
     if (p->dv.present) {
-        key_sums(sums_v + from * plan->width_v, plan->width_v, state->p, panel_stride, state->panels, spans,
-                 count, dout_rows, keys);
+        in.weights = state->p;
+        in.rows = dout_rows;
+        key_sums(sums_v + from * plan->width_v, plan->width_v, &in, keys);
     }
     if (p->dk.present) {
-        key_sums(sums_k + from * plan->width_k, plan->width_k, state->ds, panel_stride, state->panels, spans,
-                 count, q_rows, keys);
+        in.weights = state->ds;
+        in.rows = q_rows;
+        key_sums(sums_k + from * plan->width_k, plan->width_k, &in, keys);
     }
 }
 

@@ -116,8 +116,8 @@ ORCH_INLINE void score_gradient_of(real *ds, real *prob, const real *keep, const
 #define BODY(count)                                                                           \
     do {                                                                                      \
         tile sum;                                                                             \
-        tile_clear(&sum, count, vectors);                                                     \
-        tile_add(&sum, count, vectors, v.data + j * v.stride, v.stride, 1, dout, PANEL, E);   \
+        tile_multiply(&sum, count, vectors, v.data + j * v.stride, v.stride, 1, dout, PANEL,  \
+                      E, 0, 1);                                                               \
         for (int r = 0; r < count; r++) {                                                     \
             for (int c = 0; c < vectors; c++) {                                               \
                 const int64_t at = (j + r) * PANEL + c * VW;                                  \

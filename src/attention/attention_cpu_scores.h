@@ -167,8 +167,8 @@ ORCH_INLINE void score_product_of(real *scores, key_rows k, const real *q, int64
 #define BODY(count)                                                                        \
     do {                                                                                   \
         tile sum;                                                                          \
-        tile_clear(&sum, count, vectors);                                                  \
-        tile_add(&sum, count, vectors, k.data + j * k.stride, k.stride, 1, q, PANEL, D);   \
+        tile_multiply(&sum, count, vectors, k.data + j * k.stride, k.stride, 1, q, PANEL,  \
+                      D, 0, 1);                                                            \
         for (int r = 0; r < count; r++) {                                                  \
             for (int c = 0; c < vectors; c++) {                                            \
                 v_store(scores + (j + r) * PANEL + c * VW, sum.at[r][c]);                  \
@@ -204,8 +204,8 @@ ORCH_INLINE void weighted_rows_of(real *sum, key_rows x, const real *weights, co
 #define BODY(count)                                                                        \
     do {                                                                                   \
         tile t;                                                                            \
-        tile_clear(&t, count, vectors);                                                    \
-        tile_add(&t, count, vectors, x.data + d, 1, x.stride, weights, PANEL, keys);       \
+        tile_multiply(&t, count, vectors, x.data + d, 1, x.stride, weights, PANEL, keys,   \
+                      0, 1);                                                               \
         for (int r = 0; r < count; r++) {                                                  \
             for (int c = 0; c < vectors; c++) {                                            \
                 real *at = sum + (d + r) * PANEL + c * VW;                                 \
