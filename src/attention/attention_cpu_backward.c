@@ -150,21 +150,6 @@ static void clear_dbias(const orch_attention *p, const orch_attention_task *task
     }
 }
 
-static void store_dq(const orch_attention *p, const orch_attention_task *task, const panel *n,
-                     const real *dq)
-{
-    const int64_t size = (int64_t)orchard_dtype_size(p->dq.dtype);
-    real row[ORCH_ATTENTION_MAX_HEAD_SIZE];
-    for (int lane = 0; lane < n->lanes; lane++) {
-        for (int64_t d = 0; d < p->D; d++) {
-            row[d] = dq[d * PANEL + lane] * (real)p->scale;
-        }
-        const int64_t i = task->sequence.row_q + n->query[lane];
-        store_row(p->dq.data + orch_row(&p->dq, task->b, n->head[lane], i) * size, p->dq.dtype,
-                  p->dq.column, row, p->D);
-    }
-}
-
 /* What the sink of each row's head gets from it: -delta times the sink's probability. */
 static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
                              const gradient_state *state, int64_t index)
@@ -284,8 +269,12 @@ static void backward_block(const orch_attention_cpu_plan *plan, const orch_atten
         const int64_t from = j < lo ? lo : j, to = j + plan->block_keys < hi ? j + plan->block_keys : hi;
         backward_tile(plan, task, state, count, from, to, q_rows, dout_rows, sums_k, sums_v, spans);
     }
+    real scale[PANEL];
+    for (int lane = 0; lane < PANEL; lane++) {
+        scale[lane] = (real)p->scale;
+    }
     for (int64_t n = 0; n < count && p->dq.present; n++) {
-        store_dq(p, task, &state->panels[n], state->dq + n * p->D * PANEL);
+        panel_unpack(&state->panels[n], &p->dq, task, state->dq + n * p->D * PANEL, p->D, scale);
     }
 }
 

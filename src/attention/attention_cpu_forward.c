@@ -48,37 +48,55 @@ size_t ORCH_K(attention_forward_bytes)(const orch_attention_cpu_plan *plan)
     return forward_layout(plan, NULL, NULL);
 }
 
+/* Rows [j, j + rows) of scores, as 2^(s - base), also added to sum. `rows` and `vectors` are constants. */
+ORCH_INLINE void power_rows(real *scores, int64_t j, int rows, int vectors, const v_real *base, v_real *sum)
+{
+    v_real x[8];
+    for (int i = 0; i < rows * vectors; i++) {
+        x[i] = v_sub(v_load(scores + (j + i / vectors) * PANEL + i % vectors * VW), base[i % vectors]);
+    }
+    v_exp2_low_all(x, rows * vectors);
+    for (int i = 0; i < rows * vectors; i++) {
+        v_store(scores + (j + i / vectors) * PANEL + i % vectors * VW, x[i]);
+        sum[i % vectors] = v_add(sum[i % vectors], x[i]);
+    }
+}
+
 /* Turns scores into probabilities 2^(s - m) under the new maximum; factor gets what older sums of each lane
  * must be multiplied with. */
 ORCH_INLINE void softmax_block_of(real *scores, int64_t keys, real *m, real *l, real factor[PANEL],
                                   int vectors)
 {
-    for (int c = 0; c < vectors * VW; c += VW) {
-        real *column = scores + c;
-        v_real top = v_load(m + c);
-        v_real top1 = top;
-        int64_t j = 0;
-        for (; j + 2 <= keys; j += 2) {
-            top = v_max(v_load(column + j * PANEL), top);
-            top1 = v_max(v_load(column + (j + 1) * PANEL), top1);
+    v_real top[2 * TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS];
+    for (int c = 0; c < vectors; c++) {
+        top[c] = top[c + vectors] = v_load(m + c * VW);
+    }
+    int64_t j = 0;
+    for (; j + 2 <= keys; j += 2) {
+        for (int c = 0; c < 2 * vectors; c++) {
+            top[c] = v_max(v_load(scores + (j + c / vectors) * PANEL + c % vectors * VW), top[c]);
         }
+    }
+    for (int c = 0; c < vectors; c++) {
         if (j < keys) {
-            top = v_max(v_load(column + j * PANEL), top);
+            top[c] = v_max(v_load(scores + j * PANEL + c * VW), top[c]);
         }
-        top = v_max(top, top1);
+        top[c] = v_max(top[c], top[c + vectors]);
         /* While a lane has seen nothing, its maximum is -inf, and -inf - -inf would be NaN. */
-        const v_real base = v_select(v_equal(top, v_set1(-INFINITY)), v_zero(), top);
-        const v_real rescale = v_exp2_low(v_sub(v_load(m + c), base));
-        v_real sum = v_zero();
-        for (j = 0; j < keys; j++) {
-            real *at = column + j * PANEL;
-            v_real power = v_exp2_low(v_sub(v_load(at), base));
-            v_store(at, power);
-            sum = v_add(sum, power);
-        }
-        v_store(l + c, v_fma(v_load(l + c), rescale, sum));
-        v_store(m + c, top);
-        v_store(factor + c, rescale);
+        base[c] = v_select(v_equal(top[c], v_set1(-INFINITY)), v_zero(), top[c]);
+        sum[c] = v_zero();
+    }
+    for (j = 0; j + 2 <= keys; j += 2) {
+        power_rows(scores, j, 2, vectors, base, sum);
+    }
+    if (j < keys) {
+        power_rows(scores, j, 1, vectors, base, sum);
+    }
+    for (int c = 0; c < vectors; c++) {
+        const v_real rescale = v_exp2_low(v_sub(v_load(m + c * VW), base[c]));
+        v_store(l + c * VW, v_fma(v_load(l + c * VW), rescale, sum[c]));
+        v_store(m + c * VW, top[c]);
+        v_store(factor + c * VW, rescale);
     }
 }
 
@@ -113,25 +131,21 @@ static void forward_panel(const orch_attention *p, const orch_attention_task *ta
 }
 
 /* Normalises one panel's o and stores rows of out and lse. o is [E][PANEL]. */
-static void store_panel(const orch_attention *p, const orch_attention_task *task, const panel *n, real *o,
-                        const real *m, const real *l)
+static void store_panel(const orch_attention *p, const orch_attention_task *task, const panel *n,
+                        const real *o, const real *m, const real *l)
 {
-    const int64_t size = (int64_t)orchard_dtype_size(p->out.dtype);
-    real row[ORCH_ATTENTION_MAX_HEAD_SIZE];
-    for (int lane = 0; lane < n->lanes; lane++) {
-        const int64_t i = task->sequence.row_q + n->query[lane];
+    real inverse[PANEL];
+    for (int lane = 0; lane < PANEL; lane++) {
         /* A row that sees nothing is zeros, not 0 / 0; a NaN sum stays NaN. */
-        const real inverse = l[lane] == 0 ? 0 : (real)p->keep_scale / l[lane];
-        for (int64_t e = 0; e < p->E; e++) {
-            row[e] = o[e * PANEL + lane] * inverse;
-        }
-        store_row(p->out.data + orch_row(&p->out, task->b, n->head[lane], i) * size, p->out.dtype,
-                  p->out.column, row, p->E);
-        if (p->lse.present) {
-            const real lse = (real)((double)m[lane] * LN2 + orch_log((double)l[lane]));
-            store_row(p->lse.data + orch_row(&p->lse, task->b, n->head[lane], i) * (int64_t)sizeof(real),
-                      p->lse.dtype, 1, l[lane] == 0 ? &(real){-INFINITY} : &lse, 1);
-        }
+        inverse[lane] = l[lane] == 0 ? 0 : (real)p->keep_scale / l[lane];
+    }
+    panel_unpack(n, &p->out, task, o, p->E, inverse);
+    for (int lane = 0; lane < n->lanes && p->lse.present; lane++) {
+        const int64_t i = task->sequence.row_q + n->query[lane];
+        const real lse = l[lane] == 0 ? -(real)INFINITY
+                                      : (real)((double)m[lane] * LN2 + orch_log((double)l[lane]));
+        store_row(p->lse.data + orch_row(&p->lse, task->b, n->head[lane], i) * (int64_t)sizeof(real),
+                  p->lse.dtype, 1, &lse, 1);
     }
 }
 
@@ -200,6 +214,8 @@ void ORCH_K(attention_forward)(const orch_attention_cpu_plan *plan, const orch_a
         for (int64_t n = 0; n < count; n++) {
             const panel *at = &state.panels[n];
             const int64_t j0 = at->lo > from ? at->lo : from, j1 = at->hi < to ? at->hi : to;
+            prefetch_keys(&p->k, task, to, hi, plan->block_keys, n, count);
+            prefetch_keys(&p->v, task, to, hi, plan->block_keys, n, count);
             if (j0 < j1) {
                 forward_panel(p, task, &state, n, k, v, from, j0, j1);
             }

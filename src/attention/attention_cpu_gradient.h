@@ -136,6 +136,19 @@ ORCH_INLINE void score_gradient_of(real *ds, real *prob, const real *keep, const
     }
 }
 
+/* Scores to probabilities 2^(s - lse), for a constant number of rows. */
+ORCH_INLINE void probability_rows(real *rows, int count, const real hi[PANEL], const real lo[PANEL])
+{
+    v_real x[4];
+    for (int i = 0; i < 2 * count; i++) {
+        x[i] = v_sub(v_sub(v_load(rows + i * VW), v_load(hi + i % 2 * VW)), v_load(lo + i % 2 * VW));
+    }
+    v_exp2_all(x, 2 * count);
+    for (int i = 0; i < 2 * count; i++) {
+        v_store(rows + i * VW, x[i]);
+    }
+}
+
 /* P and dS of panel `index` against keys [j0, j1); k and v start at j0. Without the soft cap's derivative,
  * which dbias does not want: slopes hold it. prob and ds are [j1 - j0][PANEL]. */
 static void panel_gradient(const orch_attention *p, const orch_attention_task *task, gradient_state *state,
@@ -149,12 +162,12 @@ static void panel_gradient(const orch_attention *p, const orch_attention_task *t
     real *keep = p->dropout > 0 ? state->block : NULL;
     panel_scores(prob, p, task, n, k, state->q + index * p->D * PANEL, j0, j1, state->block,
                  p->softcap > 0 ? state->slopes : NULL);
-    for (int c = 0; c < PANEL; c += VW) {
-        const v_real top = v_load(hi + c), rest = v_load(lo + c);
-        for (int64_t j = 0; j < keys; j++) {
-            real *at = prob + j * PANEL + c;
-            v_store(at, v_exp2(v_sub(v_sub(v_load(at), top), rest)));
-        }
+    int64_t j = 0;
+    for (; j + 2 <= keys; j += 2) {
+        probability_rows(prob + j * PANEL, 2, hi, lo);
+    }
+    if (j < keys) {
+        probability_rows(prob + j * PANEL, 1, hi, lo);
     }
     if (keep) {
         dropout_block(keep, p, task, n, j0, j1);

@@ -83,6 +83,19 @@ static inline void panel_pack(real *packed, const panel *n, const orch_view *vie
     pack_panel(packed, row, view->dtype, view->column, columns, scale);
 }
 
+/* Stores columns of a transposed panel, times factor[lane], as rows of a tensor with q's rows. */
+static inline void panel_unpack(const panel *n, const orch_view *view, const orch_attention_task *task,
+                                const real *packed, int64_t columns, const real factor[PANEL])
+{
+    const char *row[PANEL];
+    real rows[PANEL * ORCH_ATTENTION_MAX_HEAD_SIZE];
+    panel_rows(row, n, view, task);
+    unpack_panel(rows, columns, packed, columns, factor);
+    for (int lane = 0; lane < n->lanes; lane++) {
+        store_row((char *)(uintptr_t)row[lane], view->dtype, view->column, rows + lane * columns, columns);
+    }
+}
+
 /* What q is multiplied with when it is packed: brings scores to units of log 2, or of the soft cap. */
 static inline real query_scale(const orch_attention *p)
 {
@@ -154,6 +167,21 @@ static inline key_rows key_tile(const orch_attention *p, const orch_attention_ta
         }
     }
     return rows;
+}
+
+/* Asks for part n of count of the next tile's rows, so that they arrive while this tile is computed. */
+static inline void prefetch_keys(const orch_view *view, const orch_attention_task *task, int64_t next,
+                                 int64_t end, int64_t block_keys, int64_t n, int64_t count)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
+    const int64_t rows = end - next < block_keys ? end - next : block_keys;
+    const int64_t bytes = view->row * size;
+    for (int64_t j = next + rows * n / count; view->column == 1 && j < next + rows * (n + 1) / count; j++) {
+        const char *row = view->data + orch_row(view, task->b, task->g, task->sequence.row_k + j) * size;
+        for (int64_t at = 0; at < bytes && at < 256; at += 64) {
+            __builtin_prefetch(row + at, 0, 2);
+        }
+    }
 }
 
 /* ---- Products -------------------------------------------------------------------------------------- */

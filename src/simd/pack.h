@@ -128,6 +128,31 @@ ORCH_INLINE void store_row_of(char *dst, orchard_dtype dtype, size_t size, int64
     }
 }
 
+/* Rows [0, PANEL) out of a transposed panel, times factor[row]: the opposite of pack_panel, into `rows`. */
+ORCH_INLINE void unpack_panel(real *rows, int64_t width, const real *panel, int64_t columns,
+                              const real factor[PANEL])
+{
+    for (int half = 0; half < PANEL; half += VW) {
+        const v_real scale = v_load(factor + half);
+        int64_t c = 0;
+        for (; c + VW <= columns; c += VW) {
+            v_real block[VW];
+            for (int i = 0; i < VW; i++) {
+                block[i] = v_mul(v_load(panel + (c + i) * PANEL + half), scale);
+            }
+            v_transpose(block);
+            for (int i = 0; i < VW; i++) {
+                v_store(rows + (half + i) * width + c, block[i]);
+            }
+        }
+        for (; c < columns; c++) {
+            for (int i = half; i < half + VW; i++) {
+                rows[i * width + c] = panel[c * PANEL + i] * factor[i];
+            }
+        }
+    }
+}
+
 /* The dtype is decided once per call, so that the loops inside are free of it. */
 #if defined(ORCH_REAL_F32)
 #define PACK_FOR_DTYPE(dtype, CALL)                      \

@@ -56,21 +56,50 @@ ORCH_INLINE v_real v_polynomial(v_real x, const real *terms, int count)
     return sum;
 }
 
-/* 2^x for x <= 0.5; exactly 0 from EXP2_LOWEST down, also for -inf; NaN stays NaN. The scale 2^n is made by
- * shifting n + bias into the exponent: it comes out as 0 for the lowest n, which gives the exact zero. */
+/* 2^x in place for `count` vectors (a constant), each x <= 0.5; exactly 0 from EXP2_LOWEST down, also for -inf;
+ * NaN stays NaN. The scale 2^n is made by shifting n + bias into the exponent: it comes out as 0 for the lowest
+ * n, which gives the exact zero. Stage by stage over all vectors: one vector's chain of 45 cycles would fill
+ * the scheduler with waiting instructions. */
+ORCH_INLINE void v_exp2_low_all(v_real *x, int count)
+{
+    v_real shifted[8], sum[8];
+    for (int i = 0; i < count; i++) {
+        x[i] = v_max(v_set1(R(EXP2_LOWEST)), x[i]);
+        shifted[i] = v_add(x[i], v_set1(R(EXP2_ROUND)));
+    }
+    for (int i = 0; i < count; i++) {
+        x[i] = v_sub(x[i], v_sub(shifted[i], v_set1(R(EXP2_ROUND))));
+        sum[i] = v_set1(exp2_terms[EXP2_TERMS - 1]);
+    }
+    for (int term = EXP2_TERMS - 2; term >= -1; term--) {
+        for (int i = 0; i < count; i++) {
+            sum[i] = v_fma(sum[i], x[i], v_set1(term < 0 ? 1 : exp2_terms[term]));
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        x[i] = v_mul(sum[i], v_exponent(shifted[i]));
+    }
+}
+
 ORCH_INLINE v_real v_exp2_low(v_real x)
 {
-    x = v_max(v_set1(R(EXP2_LOWEST)), x);
-    v_real shifted = v_add(x, v_set1(R(EXP2_ROUND)));
-    v_real fraction = v_sub(x, v_sub(shifted, v_set1(R(EXP2_ROUND))));
-    v_real power = v_fma(v_polynomial(fraction, exp2_terms, EXP2_TERMS), fraction, v_set1(1));
-    return v_mul(power, v_exponent(shifted));
+    v_exp2_low_all(&x, 1);
+    return x;
 }
 
 /* The same for any x: +inf where the result is too large. */
+ORCH_INLINE void v_exp2_all(v_real *x, int count)
+{
+    for (int i = 0; i < count; i++) {
+        x[i] = v_min(v_set1(R(EXP2_HIGHEST)), x[i]);
+    }
+    v_exp2_low_all(x, count);
+}
+
 ORCH_INLINE v_real v_exp2(v_real x)
 {
-    return v_exp2_low(v_min(v_set1(R(EXP2_HIGHEST)), x));
+    v_exp2_all(&x, 1);
+    return x;
 }
 
 ORCH_INLINE v_real v_tanh(v_real x)
