@@ -63,9 +63,10 @@ static const orch_attention_cpu_kernels *choose_kernels(orch_isa isa, orchard_dt
 
 /* ---- Cutting up the work --------------------------------------------------------------------------- */
 
-/* A block of queries walks over the keys together. Forward wants it tall, to read K and V seldom; backward
- * must hold P and dS of block x tile in the second-level cache. */
-#define FORWARD_PANELS 8
+/* A block of queries walks over the keys together. Forward wants it tall, to read K and V seldom, and as its
+ * panels do not mix, it may be lower where that is needed to keep all threads busy. In backward the block is
+ * part of the order in which dk and dv are summed; P and dS of block x tile must fit the second-level cache. */
+#define FORWARD_PANELS 16
 #define BACKWARD_PANELS 6
 
 /* Few queries against many keys, as in decoding: the keys are split, at most this often. */
@@ -78,11 +79,20 @@ static int64_t divide_up(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Tiles of K and V together stay near 100 kB. Multiples of 12: whole register tiles and whole Philox quads. */
-static int64_t tile_keys(int64_t D, int64_t E)
+/* Keys of a tile, multiples of 12: whole register tiles and whole Philox quads. */
+static int64_t forward_keys(int64_t size)
 {
-    const int64_t size = D > E ? D : E;
     return size <= 128 ? 192 : size <= 256 ? 96 : 48;
+}
+
+static int64_t backward_keys(int64_t size)
+{
+    return size <= 128 ? 96 : size <= 256 ? 48 : 24;
+}
+
+static int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
 }
 
 static orch_attention_cut cut_queries(const orch_attention_cpu_plan *plan, const orch_sequence *s)
@@ -133,14 +143,14 @@ static int64_t find_batch(const int64_t *first_task, int64_t B, int64_t index)
 }
 
 static void plan_blocks(orch_attention_cpu_plan *plan, const orch_attention *p,
-                        const orch_attention_cpu_kernels *kernels, int64_t panels)
+                        const orch_attention_cpu_kernels *kernels, int64_t panels, int64_t keys)
 {
     *plan = (orch_attention_cpu_plan){
         .p = p,
         .panel = kernels->shape.panel,
         .real_bytes = kernels->shape.real_bytes,
         .block_panels = panels,
-        .block_keys = tile_keys(p->D, p->E),
+        .block_keys = keys,
     };
 }
 
@@ -151,37 +161,48 @@ static size_t round_up(size_t bytes)
 
 /* ---- Forward --------------------------------------------------------------------------------------- */
 
+/* Counts tasks and partial results, and notes where each batch element's begin if there is room to. */
+static void count_forward_tasks(orch_attention_cpu_plan *plan, int64_t *partials)
+{
+    const orch_attention *p = plan->p;
+    plan->tasks = *partials = 0;
+    for (int64_t b = 0; b < p->B; b++) {
+        const orch_sequence s = orch_attention_sequence(p, b);
+        const orch_attention_cut cut = orch_attention_cut_forward(plan, &s);
+        if (plan->first_task) {
+            plan->first_task[b] = plan->tasks;
+            plan->first_partial[b] = *partials;
+        }
+        plan->tasks += p->G * cut.head_sets * cut.blocks * cut.splits;
+        *partials += cut.splits > 1 ? p->G * cut.head_sets * cut.panels * cut.splits : 0;
+    }
+}
+
 /* Fills the plan; with scratch NULL only counts. Returns the bytes needed. */
 static size_t forward_plan(const orch_call *call, orch_attention_cpu_plan *plan, char *scratch)
 {
     const orch_attention *p = call->problem;
     const orch_attention_cpu_kernels *kernels = choose_kernels(call->ctx->isa, p->dtype);
+    const int64_t threads = call->ctx->threads;
     size_t at = 0;
-    int64_t partials = 0;
-    plan_blocks(plan, p, kernels, FORWARD_PANELS);
+    int64_t partials;
+    plan_blocks(plan, p, kernels, FORWARD_PANELS, forward_keys(larger(p->D, p->E)));
+    count_forward_tasks(plan, &partials);
+    while (threads > 1 && plan->tasks < 4 * threads && plan->block_panels > 2) {
+        plan->block_panels /= 2;
+        count_forward_tasks(plan, &partials);
+    }
     plan->partial_bytes = (size_t)((p->E + 2) * plan->panel * plan->real_bytes);
     plan->first_task = (int64_t *)scratch;
-    at += round_up((size_t)(p->B + 1) * sizeof(int64_t));
+    at += round_up((size_t)p->B * sizeof(int64_t));
     plan->first_partial = scratch ? (int64_t *)(scratch + at) : NULL;
-    at += round_up((size_t)(p->B + 1) * sizeof(int64_t));
-    for (int64_t b = 0; b < p->B; b++) {
-        const orch_sequence s = orch_attention_sequence(p, b);
-        const orch_attention_cut cut = orch_attention_cut_forward(plan, &s);
-        if (scratch) {
-            plan->first_task[b] = plan->tasks;
-            plan->first_partial[b] = partials;
-        }
-        plan->tasks += p->G * cut.head_sets * cut.blocks * cut.splits;
-        partials += cut.splits > 1 ? p->G * cut.head_sets * cut.panels * cut.splits : 0;
-    }
-    if (scratch) {
-        plan->first_task[p->B] = plan->tasks;
-    }
+    at += round_up((size_t)p->B * sizeof(int64_t));
+    count_forward_tasks(plan, &partials);
     plan->partials = scratch + at;
     at += round_up((size_t)partials * plan->partial_bytes);
     plan->worker_bytes = round_up(kernels->forward_bytes(plan));
     plan->worker_scratch = scratch + at;
-    return at + plan->worker_bytes * (size_t)call->ctx->threads;
+    return at + plan->worker_bytes * (size_t)threads;
 }
 
 static const char *forward_plan_slot(const orch_call *call, size_t *scratch_bytes)
@@ -273,7 +294,7 @@ static size_t backward_plan(const orch_call *call, backward_job *job, char *scra
     orch_attention_cpu_plan *plan = &job->plan;
     size_t at = 0;
     job->kernels = choose_kernels(call->ctx->isa, p->dtype);
-    plan_blocks(plan, p, job->kernels, BACKWARD_PANELS);
+    plan_blocks(plan, p, job->kernels, BACKWARD_PANELS, backward_keys(larger(p->D, p->E)));
     plan->dbias_direct = dbias_is_direct(p);
     const int64_t vector = plan->panel / 2;
     plan->width_k = divide_up(p->D, vector) * vector;

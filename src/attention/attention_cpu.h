@@ -29,7 +29,7 @@ typedef struct orch_attention_cpu_plan {
     size_t worker_bytes;       /* scratch of one worker */
     char *worker_scratch;
     int64_t tasks;
-    int64_t *first_task;       /* [B+1]: batch element b owns tasks first_task[b] ... first_task[b+1]-1 */
+    int64_t *first_task;       /* [B]: where batch element b's tasks begin */
     /* forward: partial results of split tasks. Batch element b's start at first_partial[b]. */
     int64_t *first_partial;
     char *partials;

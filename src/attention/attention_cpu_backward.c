@@ -16,9 +16,7 @@ static key_rows block_rows(const orch_attention_task *task, const orch_view *vie
                            const gradient_state *state, int64_t count, int64_t columns, int64_t width,
                            real *buffer)
 {
-    const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
-    if (size == (int64_t)sizeof(real) && view->column == 1 && columns == width &&
-        task->cut.heads_per_panel == 1) {
+    if (rows_are_reals(view, columns) && columns == width && task->cut.heads_per_panel == 1) {
         const panel *n = &state->panels[0];
         const int64_t at = orch_row(view, task->b, n->head[0], task->sequence.row_q + n->query[0]);
         return (key_rows){(const real *)view->data + at, view->row};
@@ -191,6 +189,9 @@ static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attent
         const panel *at = &state->panels[n];
         const int64_t j0 = at->lo > from ? at->lo : from, j1 = at->hi < to ? at->hi : to;
         spans[n] = (panel_span){0};
+        if (n + 1 < count) {
+            prefetch_scores(at + 1, &p->bias, task, from, to);
+        }
         if (j0 >= j1) {
             continue;
         }

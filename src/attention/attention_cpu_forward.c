@@ -216,6 +216,9 @@ void ORCH_K(attention_forward)(const orch_attention_cpu_plan *plan, const orch_a
             const int64_t j0 = at->lo > from ? at->lo : from, j1 = at->hi < to ? at->hi : to;
             prefetch_keys(&p->k, task, to, hi, plan->block_keys, n, count);
             prefetch_keys(&p->v, task, to, hi, plan->block_keys, n, count);
+            if (n + 1 < count) {
+                prefetch_scores(at + 1, &p->bias, task, from, to);
+            }
             if (j0 < j1) {
                 forward_panel(p, task, &state, n, k, v, from, j0, j1);
             }

@@ -110,10 +110,23 @@ typedef struct key_rows {
     int64_t stride;
 } key_rows;
 
+/* Whether a product may read the tensor's rows in place. Rows far apart would crowd into few sets of the
+ * caches: copying them is cheaper. */
+static inline bool rows_are_reals(const orch_view *view, int64_t columns)
+{
+    return orchard_dtype_size(view->dtype) == sizeof(real) && view->column == 1 &&
+           view->row <= columns + columns / 2;
+}
+
 static inline bool row_is_finite(const real *row, int64_t columns)
 {
-    real sum = 0;
-    for (int64_t c = 0; c < columns; c++) {
+    v_real sums = v_zero(); /* stays 0 while everything is finite: NaN and Inf times 0 are NaN */
+    int64_t c = 0;
+    for (; c + VW <= columns; c += VW) {
+        sums = v_fma(v_load(row + c), v_zero(), sums);
+    }
+    real sum = v_sum(sums);
+    for (; c < columns; c++) {
         sum += row[c] * 0;
     }
     return sum == 0;
@@ -148,9 +161,8 @@ static inline key_rows key_tile(const orch_attention *p, const orch_attention_ta
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     const char *from = view->data + orch_row(view, task->b, task->g, task->sequence.row_k + j0) * size;
-    const bool in_place = size == (int64_t)sizeof(real) && view->column == 1;
     key_rows rows = {(const real *)from, view->row};
-    if (!in_place) {
+    if (!rows_are_reals(view, columns)) {
         copy_rows(buffer, columns, from, view->dtype, view->row, view->column, j1 - j0, columns);
         rows = (key_rows){buffer, columns};
     }
@@ -258,17 +270,33 @@ static inline void weighted_rows(real *sum, key_rows x, const real *weights, con
 
 /* ---- Options --------------------------------------------------------------------------------------- */
 
-/* The panel's piece of bias or mask: block[j - j0][lane]. */
-static void load_block(real *block, const panel *n, const orch_view *view, const orch_attention_task *task,
-                       int64_t j0, int64_t j1, real scale)
+/* Where each lane's row of bias or mask starts, at key j0. */
+static void score_rows(const char *row[PANEL], const panel *n, const orch_view *view,
+                       const orch_attention_task *task, int64_t j0)
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
-    const char *row[PANEL];
     for (int lane = 0; lane < PANEL; lane++) {
         row[lane] = view->data +
                     (orch_row(view, task->b, n->head[lane], n->query[lane]) + j0 * view->column) * size;
     }
-    pack_panel(block, row, view->dtype, view->column, j1 - j0, scale);
+}
+
+/* Asks for what score_rows will need at keys [j0, j1): rows of bias are far apart, beyond what hardware
+ * prefetches by itself. */
+static void prefetch_scores(const panel *n, const orch_view *view, const orch_attention_task *task,
+                            int64_t j0, int64_t j1)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
+    const char *row[PANEL];
+    if (!view->present || view->column != 1) {
+        return;
+    }
+    score_rows(row, n, view, task, j0);
+    for (int lane = 0; lane < n->lanes; lane++) {
+        for (int64_t at = 0; at < (j1 - j0) * size; at += 64) {
+            __builtin_prefetch(row[lane] + at, 0, 2);
+        }
+    }
 }
 
 /* scores = softcap * tanh(scores); slopes, if wanted, get the derivative 1 - tanh^2. */
@@ -339,6 +367,7 @@ static void panel_scores(real *scores, const orch_attention *p, const orch_atten
                          real *slopes)
 {
     const int64_t keys = j1 - j0, count = keys * PANEL;
+    const char *row[PANEL];
     score_product(scores, k, q, p->D, keys, n->vectors);
     if (n->vectors == 1) { /* the other vector is never looked at, but must not hold a signalling surprise */
         for (int64_t j = 0; j < keys; j++) {
@@ -352,14 +381,12 @@ static void panel_scores(real *scores, const orch_attention *p, const orch_atten
         apply_alibi(scores, n, &task->sequence, j0, keys);
     }
     if (p->bias.present) {
-        load_block(block, n, &p->bias, task, j0, j1, 1);
-        const v_real log2e = v_set1(R(LOG2E));
-        for (int64_t at = 0; at < count; at += VW) {
-            v_store(scores + at, v_fma(v_load(block + at), log2e, v_load(scores + at)));
-        }
+        score_rows(row, n, &p->bias, task, j0);
+        add_panel(scores, row, p->bias.dtype, p->bias.column, keys, R(LOG2E));
     }
     if (p->mask.present) {
-        load_block(block, n, &p->mask, task, j0, j1, 1);
+        score_rows(row, n, &p->mask, task, j0);
+        pack_panel(block, row, p->mask.dtype, p->mask.column, keys, 1);
         apply_mask(scores, block, count);
     }
     if (n->all_lo > j0 || n->all_hi < j1) {
@@ -368,28 +395,24 @@ static void panel_scores(real *scores, const orch_attention *p, const orch_atten
 }
 
 /* keep[j - j0][lane]: 1 / (1 - dropout) where the probability stays, 0 where it is dropped. Words come four
- * keys at a time: c[w] is key 4 * quad + w. */
+ * keys at a time: words[w] is key 4 * quad + w. */
 static void dropout_block(real *keep, const orch_attention *p, const orch_attention_task *task,
                           const panel *n, int64_t j0, int64_t j1)
 {
+    uint32_t query[PHILOX_LANES], head[PHILOX_LANES], words[4][PHILOX_LANES];
+    const real kept = (real)p->keep_scale;
+    /* The threshold may be 2^32, which no word reaches: all are dropped then. */
+    const uint32_t last_dropped = (uint32_t)(p->dropout_threshold - 1);
+    for (int lane = 0; lane < PHILOX_LANES; lane++) {
+        query[lane] = (uint32_t)n->query[lane % PANEL];
+        head[lane] = (uint32_t)(task->b * p->H + n->head[lane % PANEL]);
+    }
     for (int64_t quad = j0 / 4; quad * 4 < j1; quad++) {
-        uint32_t c[4][PHILOX_LANES];
-        for (int lane = 0; lane < PHILOX_LANES; lane++) {
-            const int used = lane % PANEL;
-            c[0][lane] = (uint32_t)quad;
-            c[1][lane] = (uint32_t)n->query[used];
-            c[2][lane] = (uint32_t)(task->b * p->H + n->head[used]);
-            c[3][lane] = p->dropout_offset;
-        }
-        philox_lanes(c, p->seed[0], p->seed[1]);
-        for (int w = 0; w < 4; w++) {
-            const int64_t j = quad * 4 + w;
-            if (j < j0 || j >= j1) {
-                continue;
-            }
+        philox_lanes(words, (uint32_t)quad, query, head, p->dropout_offset, p->seed[0], p->seed[1]);
+        for (int64_t j = quad * 4 < j0 ? j0 : quad * 4; j < quad * 4 + 4 && j < j1; j++) {
+            const uint32_t *word = words[j % 4];
             for (int lane = 0; lane < PANEL; lane++) {
-                keep[(j - j0) * PANEL + lane] =
-                    c[w][lane] >= p->dropout_threshold ? (real)p->keep_scale : 0;
+                keep[(j - j0) * PANEL + lane] = word[lane] > last_dropped ? kept : 0;
             }
         }
     }

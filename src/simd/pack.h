@@ -38,9 +38,9 @@ ORCH_INLINE v_real load_vector(const char *p, orchard_dtype dtype)
 }
 
 /* A transposed panel of columns [0, columns) times `scale`, from rows that start at row[0 ... PANEL-1] (NULL:
- * a row of zeros) and have `stride` elements between columns. */
+ * a row of zeros) and have `stride` elements between columns; stored, or added to what is there. */
 ORCH_INLINE void pack_panel_of(real *panel, const char *const row[PANEL], orchard_dtype dtype, size_t size,
-                               int64_t stride, int64_t columns, real scale)
+                               int64_t stride, int64_t columns, real scale, bool add)
 {
     const v_real factor = v_set1(scale);
     for (int half = 0; half < PANEL; half += VW) {
@@ -49,18 +49,23 @@ ORCH_INLINE void pack_panel_of(real *panel, const char *const row[PANEL], orchar
             v_real block[VW];
             for (int i = 0; i < VW; i++) {
                 const char *from = row[half + i];
-                block[i] = from ? v_mul(load_vector(from + c * (int64_t)size, dtype), factor) : v_zero();
+                block[i] = from ? load_vector(from + c * (int64_t)size, dtype) : v_zero();
             }
             v_transpose(block);
             for (int i = 0; i < VW; i++) {
-                v_store(panel + (c + i) * PANEL + half, block[i]);
+                real *to = panel + (c + i) * PANEL + half;
+                v_store(to, add ? v_fma(block[i], factor, v_load(to)) : v_mul(block[i], factor));
             }
         }
         for (; c < columns; c++) {
-            for (int i = half; i < half + VW; i++) {
-                const char *from = row[i];
-                panel[c * PANEL + i] = from ? load_real(from + c * stride * (int64_t)size, dtype) * scale : 0;
+            real lanes[VW];
+            for (int i = 0; i < VW; i++) {
+                const char *from = row[half + i];
+                lanes[i] = from ? load_real(from + c * stride * (int64_t)size, dtype) : 0;
             }
+            real *to = panel + c * PANEL + half;
+            const v_real column = v_load(lanes);
+            v_store(to, add ? v_fma(column, factor, v_load(to)) : v_mul(column, factor));
         }
     }
 }
@@ -173,7 +178,16 @@ ORCH_INLINE void unpack_panel(real *rows, int64_t width, const real *panel, int6
 static inline void pack_panel(real *panel, const char *const row[PANEL], orchard_dtype dtype,
                               int64_t stride, int64_t columns, real scale)
 {
-#define CALL(type, size) pack_panel_of(panel, row, type, size, stride, columns, scale)
+#define CALL(type, size) pack_panel_of(panel, row, type, size, stride, columns, scale, false)
+    PACK_FOR_DTYPE(dtype, CALL)
+#undef CALL
+}
+
+/* panel += scale * the rows, transposed. */
+static inline void add_panel(real *panel, const char *const row[PANEL], orchard_dtype dtype, int64_t stride,
+                             int64_t columns, real scale)
+{
+#define CALL(type, size) pack_panel_of(panel, row, type, size, stride, columns, scale, true)
     PACK_FOR_DTYPE(dtype, CALL)
 #undef CALL
 }

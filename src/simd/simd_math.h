@@ -137,24 +137,73 @@ static inline double orch_log(double x)
     return ((double)exponent + scale) * LN2 + 2 * (s + s * sum);
 }
 
-/* One Philox4x32-10 per lane of `lanes`: c holds the four counter words of each and becomes the result. Plain
- * loops: compilers turn them into 32 x 32 -> 64-bit vector multiplications. */
+/* Philox4x32-10 for PHILOX_LANES counters at a time: words[w][lane] is word w for (c0, c1[lane], c2[lane], c3). */
 #define PHILOX_LANES 16
 
-ORCH_INLINE void philox_lanes(uint32_t c[4][PHILOX_LANES], uint32_t key0, uint32_t key1)
+#if defined(ORCH_ISA_AVX2)
+
+/* A 32-bit word per 64-bit lane; the upper halves may hold anything, since vpmuludq does not look at them. Four
+ * registers of a word: lanes 0 2 4 6, 1 3 5 7, 8 10 12 14, 9 11 13 15. */
+ORCH_INLINE void philox_lanes(uint32_t words[4][PHILOX_LANES], uint32_t c0, const uint32_t *c1,
+                              const uint32_t *c2, uint32_t c3, uint32_t key0, uint32_t key1)
 {
+    const __m256i m0 = _mm256_set1_epi64x(ORCH_PHILOX_M0), m1 = _mm256_set1_epi64x(ORCH_PHILOX_M1);
+    __m256i x0[4], x1[4], x2[4], x3[4];
+    for (int i = 0; i < 4; i += 2) {
+        x0[i] = x0[i + 1] = _mm256_set1_epi32((int)c0);
+        x3[i] = x3[i + 1] = _mm256_set1_epi32((int)c3);
+        x1[i] = _mm256_loadu_si256((const __m256i *)(c1 + 4 * i));
+        x2[i] = _mm256_loadu_si256((const __m256i *)(c2 + 4 * i));
+        x1[i + 1] = _mm256_srli_epi64(x1[i], 32);
+        x2[i + 1] = _mm256_srli_epi64(x2[i], 32);
+    }
+    for (int round = 0; round < 10; round++) {
+        const __m256i k0 = _mm256_set1_epi32((int)key0), k1 = _mm256_set1_epi32((int)key1);
+        for (int i = 0; i < 4; i++) {
+            const __m256i a = _mm256_mul_epu32(m0, x0[i]), b = _mm256_mul_epu32(m1, x2[i]);
+            x0[i] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(b, 32), x1[i]), k0);
+            x2[i] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(a, 32), x3[i]), k1);
+            x1[i] = b;
+            x3[i] = a;
+        }
+        key0 += ORCH_PHILOX_W0;
+        key1 += ORCH_PHILOX_W1;
+    }
+    for (int i = 0; i < 4; i += 2) {
+        const __m256i *const all[4] = {x0 + i, x1 + i, x2 + i, x3 + i};
+        for (int w = 0; w < 4; w++) {
+            __m256i odd = _mm256_slli_epi64(all[w][1], 32);
+            _mm256_storeu_si256((__m256i *)(words[w] + 4 * i), _mm256_blend_epi32(all[w][0], odd, 0xaa));
+        }
+    }
+}
+
+#else
+
+/* Plain loops: compilers turn them into vector multiplications of 32 by 32 to 64 bits. */
+ORCH_INLINE void philox_lanes(uint32_t words[4][PHILOX_LANES], uint32_t c0, const uint32_t *c1,
+                              const uint32_t *c2, uint32_t c3, uint32_t key0, uint32_t key1)
+{
+    for (int i = 0; i < PHILOX_LANES; i++) {
+        words[0][i] = c0;
+        words[1][i] = c1[i];
+        words[2][i] = c2[i];
+        words[3][i] = c3;
+    }
     for (int round = 0; round < 10; round++) {
         for (int i = 0; i < PHILOX_LANES; i++) {
-            uint64_t a = (uint64_t)ORCH_PHILOX_M0 * c[0][i], b = (uint64_t)ORCH_PHILOX_M1 * c[2][i];
-            uint32_t c1 = c[1][i], c3 = c[3][i];
-            c[0][i] = (uint32_t)(b >> 32) ^ c1 ^ key0;
-            c[1][i] = (uint32_t)b;
-            c[2][i] = (uint32_t)(a >> 32) ^ c3 ^ key1;
-            c[3][i] = (uint32_t)a;
+            uint64_t a = (uint64_t)ORCH_PHILOX_M0 * words[0][i], b = (uint64_t)ORCH_PHILOX_M1 * words[2][i];
+            uint32_t old1 = words[1][i], old3 = words[3][i];
+            words[0][i] = (uint32_t)(b >> 32) ^ old1 ^ key0;
+            words[1][i] = (uint32_t)b;
+            words[2][i] = (uint32_t)(a >> 32) ^ old3 ^ key1;
+            words[3][i] = (uint32_t)a;
         }
         key0 += ORCH_PHILOX_W0;
         key1 += ORCH_PHILOX_W1;
     }
 }
+
+#endif
 
 #endif
