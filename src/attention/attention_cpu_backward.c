@@ -172,9 +172,9 @@ static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_att
     }
 }
 
-/* One block of queries against one tile of keys [from, to). */
+/* One block of queries against one tile of keys [from, to); the block sees keys up to `end`. */
 static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
-                          gradient_state *state, int64_t count, int64_t from, int64_t to, key_rows q_rows,
+                          gradient_state *state, int64_t count, int64_t from, int64_t to, int64_t end, key_rows q_rows,
                           key_rows dout_rows, real *sums_k, real *sums_v, panel_span *spans)
 {
     const orch_attention *p = plan->p;
@@ -192,6 +192,8 @@ static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attent
         if (n + 1 < count) {
             prefetch_scores(at + 1, &p->bias, task, from, to);
         }
+        prefetch_keys(&p->k, task, to, end, plan->block_keys, n, count);
+        prefetch_keys(&p->v, task, to, end, plan->block_keys, n, count);
         if (j0 >= j1) {
             continue;
         }
@@ -268,7 +270,7 @@ static void backward_block(const orch_attention_cpu_plan *plan, const orch_atten
     for (int64_t j = lo == INT64_MAX ? hi : lo / plan->block_keys * plan->block_keys; j < hi;
          j += plan->block_keys) {
         const int64_t from = j < lo ? lo : j, to = j + plan->block_keys < hi ? j + plan->block_keys : hi;
-        backward_tile(plan, task, state, count, from, to, q_rows, dout_rows, sums_k, sums_v, spans);
+        backward_tile(plan, task, state, count, from, to, hi, q_rows, dout_rows, sums_k, sums_v, spans);
     }
     real scale[PANEL];
     for (int lane = 0; lane < PANEL; lane++) {

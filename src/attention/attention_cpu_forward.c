@@ -5,7 +5,7 @@
  * A task is a block of panels that walk over the keys together, tile by tile: the tile of K and V stays in
  * the second-level cache for all of them, one panel's scores in the first-level cache.
  * Kept between tiles: o [E][PANEL], m and l [PANEL] per panel. */
-#include "attention/attention_cpu_scores.h"
+#include "attention/attention_cpu_rows.h"
 
 typedef struct forward_state {
     panel *panels;
@@ -109,25 +109,76 @@ static void softmax_block(real *scores, int64_t keys, real *m, real *l, real fac
     }
 }
 
-/* One panel against the tile's keys that it sees. */
+/* What a tile of keys is read from: rows of reals, or the tensors themselves. */
+typedef struct forward_tile {
+    int64_t from, to;
+    key_rows k, v;
+    raw_rows raw_k, raw_v;
+} forward_tile;
+
+static raw_rows raw_tile(const orch_attention_task *task, const orch_view *view, int64_t j)
+{
+    const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
+    const int64_t at = orch_row(view, task->b, task->g, task->sequence.row_k + j);
+    return (raw_rows){view->data + at * size, view->row * size, view->dtype};
+}
+
+/* Rows of reals seen as raw rows: where mask or bias may have made zeros of a hidden key. */
+static raw_rows raw_of(key_rows rows)
+{
+    return (raw_rows){(const char *)rows.data, rows.stride * (int64_t)sizeof(real),
+                      sizeof(real) == 4 ? ORCHARD_F32 : ORCHARD_F64};
+}
+
+static forward_tile forward_tile_at(const orch_attention *p, const orch_attention_task *task,
+                                    forward_state *state, bool by_rows, int64_t from, int64_t to)
+{
+    forward_tile t = {.from = from, .to = to};
+    if (by_rows && !p->mask.present && !p->bias.present) {
+        t.raw_k = raw_tile(task, &p->k, from);
+        t.raw_v = raw_tile(task, &p->v, from);
+        return t;
+    }
+    t.k = key_tile(p, task, &p->k, p->D, from, to, state->k);
+    t.v = key_tile(p, task, &p->v, p->E, from, to, state->v);
+    t.raw_k = raw_of(t.k);
+    t.raw_v = raw_of(t.v);
+    return t;
+}
+
+/* One panel against keys [j0, j1) of the tile. */
 static void forward_panel(const orch_attention *p, const orch_attention_task *task, forward_state *state,
-                          int64_t index, key_rows k, key_rows v, int64_t tile_first, int64_t j0, int64_t j1)
+                          int64_t index, forward_tile t, int64_t j0, int64_t j1)
 {
     const panel *n = &state->panels[index];
+    const real *q = state->q + index * p->D * PANEL;
+    const int64_t skip = j0 - t.from, keys = j1 - j0;
+    const bool by_rows = rows_suit(p, n);
+    real *o = state->o + index * p->E * PANEL, *scores = state->scores;
     real factor[PANEL];
-    k.data += (j0 - tile_first) * k.stride;
-    v.data += (j0 - tile_first) * v.stride;
-    panel_scores(state->scores, p, task, n, k, state->q + index * p->D * PANEL, j0, j1, state->block, NULL);
-    softmax_block(state->scores, j1 - j0, state->m + index * PANEL, state->l + index * PANEL, factor,
-                  n->vectors);
+    t.k.data += skip * t.k.stride;
+    t.v.data += skip * t.v.stride;
+    t.raw_k.data += skip * t.raw_k.stride;
+    t.raw_v.data += skip * t.raw_v.stride;
+    if (by_rows) {
+        row_score_product(scores, t.raw_k, q, p->D, keys, n->lanes);
+        score_options(scores, p, task, n, j0, j1, state->block, NULL);
+    } else {
+        panel_scores(scores, p, task, n, t.k, q, j0, j1, state->block, NULL);
+    }
+    softmax_block(scores, keys, state->m + index * PANEL, state->l + index * PANEL, factor, n->vectors);
     if (p->dropout > 0) {
         dropout_block(state->block, p, task, n, j0, j1);
-        for (int64_t at = 0; at < (j1 - j0) * PANEL; at += VW) {
+        for (int64_t at = 0; at < keys * PANEL; at += VW) {
             v_mask dropped = v_equal(v_load(state->block + at), v_zero());
-            v_store(state->scores + at, v_select(dropped, v_zero(), v_load(state->scores + at)));
+            v_store(scores + at, v_select(dropped, v_zero(), v_load(scores + at)));
         }
     }
-    weighted_rows(state->o + index * p->E * PANEL, v, state->scores, factor, p->E, j1 - j0, n->vectors);
+    if (by_rows) {
+        row_weighted_rows(o, t.raw_v, scores, factor, p->E, keys, n->lanes);
+    } else {
+        weighted_rows(o, t.v, scores, factor, p->E, keys, n->vectors);
+    }
 }
 
 /* Normalises one panel's o and stores rows of out and lse. o is [E][PANEL]. */
@@ -206,11 +257,11 @@ void ORCH_K(attention_forward)(const orch_attention_cpu_plan *plan, const orch_a
             hi = at->hi > hi ? at->hi : hi;
         }
     }
+    const bool by_rows = count == 1 && rows_suit(p, &state.panels[0]);
     for (int64_t j = lo == INT64_MAX ? hi : lo / plan->block_keys * plan->block_keys; j < hi;
          j += plan->block_keys) {
         const int64_t from = j < lo ? lo : j, to = j + plan->block_keys < hi ? j + plan->block_keys : hi;
-        const key_rows k = key_tile(p, task, &p->k, p->D, from, to, state.k);
-        const key_rows v = key_tile(p, task, &p->v, p->E, from, to, state.v);
+        const forward_tile t = forward_tile_at(p, task, &state, by_rows, from, to);
         for (int64_t n = 0; n < count; n++) {
             const panel *at = &state.panels[n];
             const int64_t j0 = at->lo > from ? at->lo : from, j1 = at->hi < to ? at->hi : to;
@@ -220,7 +271,7 @@ void ORCH_K(attention_forward)(const orch_attention_cpu_plan *plan, const orch_a
                 prefetch_scores(at + 1, &p->bias, task, from, to);
             }
             if (j0 < j1) {
-                forward_panel(p, task, &state, n, k, v, from, j0, j1);
+                forward_panel(p, task, &state, n, t, j0, j1);
             }
         }
     }

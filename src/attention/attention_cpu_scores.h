@@ -360,20 +360,13 @@ static void apply_ranges(real *scores, const panel *n, int64_t j0, int64_t j1)
     }
 }
 
-/* Scores of the panel against keys [j0, j1), whose rows of k start at `k`; -inf where a lane does not see a
- * key. `block` and `slopes` (or NULL) are scratch of the same size. */
-static void panel_scores(real *scores, const orch_attention *p, const orch_attention_task *task,
-                         const panel *n, key_rows k, const real *q, int64_t j0, int64_t j1, real *block,
-                         real *slopes)
+/* Everything after the product: -inf where a lane does not see a key. `block` and `slopes` (or NULL) are
+ * scratch of the same size as scores. */
+static void score_options(real *scores, const orch_attention *p, const orch_attention_task *task,
+                          const panel *n, int64_t j0, int64_t j1, real *block, real *slopes)
 {
     const int64_t keys = j1 - j0, count = keys * PANEL;
     const char *row[PANEL];
-    score_product(scores, k, q, p->D, keys, n->vectors);
-    if (n->vectors == 1) { /* the other vector is never looked at, but must not hold a signalling surprise */
-        for (int64_t j = 0; j < keys; j++) {
-            v_store(scores + j * PANEL + VW, v_zero());
-        }
-    }
     if (p->softcap > 0) {
         apply_softcap(scores, count, (real)(p->softcap * LOG2E), slopes);
     }
@@ -392,6 +385,19 @@ static void panel_scores(real *scores, const orch_attention *p, const orch_atten
     if (n->all_lo > j0 || n->all_hi < j1) {
         apply_ranges(scores, n, j0, j1);
     }
+}
+
+/* Scores of the panel against keys [j0, j1), whose rows of k start at `k`. */
+static void panel_scores(real *scores, const orch_attention *p, const orch_attention_task *task,
+                         const panel *n, key_rows k, const real *q, int64_t j0, int64_t j1, real *block,
+                         real *slopes)
+{
+    score_product(scores, k, q, p->D, j1 - j0, n->vectors);
+    for (int64_t j = 0; j < j1 - j0 && n->vectors == 1; j++) {
+        /* The options run over whole panels: give them numbers to run over. */
+        v_store(scores + j * PANEL + VW, v_zero());
+    }
+    score_options(scores, p, task, n, j0, j1, block, slopes);
 }
 
 /* keep[j - j0][lane]: 1 / (1 - dropout) where the probability stays, 0 where it is dropped. Words come four
