@@ -17,7 +17,8 @@
  *     if (status) puts(orchard_last_error());
  *     orchard_ctx_free(ctx);
  *
- * Read orchard/core.h for tensors, contexts and errors, then the header of the operation you need. */
+ * Read orchard/core.h for tensors, contexts and errors, then the header of the operation you need.
+ */
 #ifndef ORCHARD_H
 #define ORCHARD_H
 

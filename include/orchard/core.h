@@ -2,8 +2,8 @@
  *
  * Three rules hold for the whole library:
  *   - the caller owns every tensor's memory; no operation allocates a result;
- *   - every call that can fail returns a status (0 good, negative bad) and leaves a sentence that names
- *     the operation, the operand and the numbers; nothing was written when a check failed;
+ *   - every call that can fail returns a status (0 good, negative bad) and leaves a sentence that
+ * names the operation, the operand and the numbers; nothing was written when a check failed;
  *   - the library never prints (unless ORCHARD_DEBUG asks it to), never exits, never aborts. */
 #ifndef ORCHARD_CORE_H
 #define ORCHARD_CORE_H
@@ -21,21 +21,22 @@ extern "C" {
 #define ORCHARD_API
 #endif
 
-/* ---- Version ------------------------------------------------------------------------------------ */
+/* ---- Version --------------------------------------------------------------------------------- */
 
 #define ORCHARD_VERSION_MAJOR 0
 #define ORCHARD_VERSION_MINOR 1
 #define ORCHARD_VERSION_PATCH 0
 
-/* This header's version as one number. orchard_ctx_create passes it to the library, so that a library
- * newer than the header knows which fields the caller's structs have. Structs only grow at the end. */
+/* This header's version as one number. orchard_ctx_create passes it to the library, so that a
+ * library newer than the header knows which fields the caller's structs have. Structs only grow at
+ * the end. */
 #define ORCHARD_HEADER_VERSION \
     (ORCHARD_VERSION_MAJOR * 10000 + ORCHARD_VERSION_MINOR * 100 + ORCHARD_VERSION_PATCH)
 
 /* The library's own version, e.g. "0.1.0"; it may be newer than the header's. */
 ORCHARD_API const char *orchard_version(void);
 
-/* ---- Status and sentence ------------------------------------------------------------------------ */
+/* ---- Status and sentence --------------------------------------------------------------------- */
 
 typedef enum orchard_status {
     ORCHARD_OK = 0,
@@ -59,7 +60,7 @@ ORCHARD_API const char *orchard_status_name(orchard_status status);
  * valid until this thread's next failing call. Codes are for programs, sentences for people. */
 ORCHARD_API const char *orchard_last_error(void);
 
-/* ---- Tensors ------------------------------------------------------------------------------------ */
+/* ---- Tensors --------------------------------------------------------------------------------- */
 
 typedef enum orchard_dtype {
     ORCHARD_DTYPE_NONE = 0, /* what a forgotten field holds; no tensor may have it */
@@ -86,10 +87,11 @@ ORCHARD_API size_t orchard_dtype_size(orchard_dtype dtype);
 /* Memory of a device. No call makes one yet: tensors point to host memory. */
 typedef struct orchard_buffer orchard_buffer;
 
-/* A view that owns nothing: element (i0, i1, ...) lies at data + (i0*stride[0] + i1*stride[1] + ...)
- * elements. Strides are in elements and not negative; 0 repeats a value (inputs only). A size may be 0.
- * An all-zero tensor means "absent" wherever an operand is optional. Inputs are never written to and
- * never read past their last element, so casting const away for `data` is safe for them. */
+/* A view that owns nothing: element (i0, i1, ...) lies at data + (i0*stride[0] + i1*stride[1] +
+ * ...) elements. Strides are in elements and not negative; 0 repeats a value (inputs only). A size
+ * may be 0. An all-zero tensor means "absent" wherever an operand is optional. Inputs are never
+ * written to and never read past their last element, so casting const away for `data` is safe for
+ * them. */
 typedef struct orchard_tensor {
     void *data;             /* host pointer to element (0, 0, ...), aligned to its dtype */
     orchard_buffer *buffer; /* NULL */
@@ -100,49 +102,60 @@ typedef struct orchard_tensor {
     int64_t stride[ORCHARD_MAX_RANK];
 } orchard_tensor;
 
-/* A dense row-major tensor over `data`: the last index moves fastest. */
-ORCHARD_API orchard_tensor orchard_tensor_dense(const void *data, orchard_dtype dtype, int32_t rank,
-                                                const int64_t *size);
+/* A dense row-major tensor over `data`: the last index moves fastest. Does not look at the memory. */
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+__attribute__((access(none, 1)))
+#endif
+ORCHARD_API orchard_tensor
+orchard_tensor_dense(const void *data, orchard_dtype dtype, int32_t rank, const int64_t *size);
 
 /* The same with the sizes written out: ORCHARD_TENSOR(q, ORCHARD_F32, B, H, T, D). */
-#define ORCHARD_TENSOR(data, dtype, ...)                                                           \
-    orchard_tensor_dense(data, dtype, (int32_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), \
+#define ORCHARD_TENSOR(data, dtype, ...)                                                \
+    orchard_tensor_dense(data, dtype,                                                   \
+                         (int32_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), \
                          (int64_t[]){__VA_ARGS__})
 
-/* The same view with dimensions i and j exchanged: turns [B,T,H,D] into the [B,H,T,D] that calls expect,
- * without moving a byte. An index outside the rank returns the tensor unchanged. */
+/* The same view with dimensions i and j exchanged: turns [B,T,H,D] into the [B,H,T,D] that calls
+ * expect, without moving a byte. An index outside the rank returns the tensor unchanged. */
 ORCHARD_API orchard_tensor orchard_tensor_transpose(orchard_tensor tensor, int32_t i, int32_t j);
 
-/* ---- Context ------------------------------------------------------------------------------------ */
+/* ---- Context --------------------------------------------------------------------------------- */
 
-/* A context holds options and scratch memory. It serves one thread at a time; any number of contexts may
- * be used at once from different threads. */
+/* A context holds options and scratch memory. It serves one thread at a time; any number of
+ * contexts may be used at once from different threads. */
 typedef struct orchard_ctx orchard_ctx;
 
-/* One function for all memory, as in Lua. new_size 0: free `ptr` and return NULL. ptr NULL: allocate.
- * Otherwise: resize. Returning NULL for new_size > 0 means "out of memory" and is survived. */
+/* One function for all memory, as in Lua. new_size 0: free `ptr` and return NULL. ptr NULL:
+ * allocate. Otherwise: resize. Returning NULL for new_size > 0 means "out of memory" and is
+ * survived. */
 typedef void *(*orchard_alloc_fn)(void *user, void *ptr, size_t old_size, size_t new_size);
 
-/* Runs body(b, e, arg) over disjoint chunks [b, e) that cover [begin, end), each at least `grain` long, on
- * any threads, and returns 0 when all are done. The signature is torch_parallel_for's: its address fits. */
+/* Runs body(b, e, arg) over disjoint chunks [b, e) that cover [begin, end), each at least `grain`
+ * long, on any threads, and returns 0 when all are done. The signature is torch_parallel_for's: its
+ * address fits. */
 typedef void (*orchard_body_fn)(int64_t begin, int64_t end, void *arg);
-typedef int32_t (*orchard_parallel_for_fn)(int64_t begin, int64_t end, int64_t grain, orchard_body_fn body,
-                                           void *arg);
+typedef int32_t (*orchard_parallel_for_fn)(int64_t begin, int64_t end, int64_t grain,
+                                           orchard_body_fn body, void *arg);
 
 /* All-zero is the default. What is set here wins over the environment variable named beside it. */
 typedef struct orchard_ctx_opts {
-    int32_t threads;     /* 0: ORCHARD_THREADS, else one per core. Results do not depend on it. */
-    int32_t strict;      /* 1: a fallback is an error; -1: it is not; 0: ORCHARD_STRICT, else it is not */
-    const char *backend; /* "cpu", "ref" or a list "cpu,ref"; NULL: ORCHARD_BACKEND, else all, best first */
-    const char *cpu;     /* "avx2", "neon" or "scalar"; NULL: ORCHARD_CPU, else the best this CPU has */
+    int32_t threads; /* 0: ORCHARD_THREADS, else one per core. Results do not depend on it. */
+    int32_t
+        strict; /* 1: a fallback is an error; -1: it is not; 0: ORCHARD_STRICT, else it is not */
+    const char *
+        backend; /* "cpu", "ref" or a list "cpu,ref"; NULL: ORCHARD_BACKEND, else all, best first */
+    const char *cpu; /* "avx2", "neon" or "scalar"; NULL: ORCHARD_CPU, else the best this CPU has */
     orchard_alloc_fn alloc; /* NULL: the C library's */
     void *alloc_user;
     orchard_parallel_for_fn parallel_for; /* NULL: Orchard's own process-wide thread pool */
 } orchard_ctx_opts;
 
-/* Makes a context; *ctx is NULL on failure. opts may be NULL. Pairs with orchard_ctx_free. */
-#define orchard_ctx_create(ctx, opts) orchard_ctx_create_version(ctx, opts, ORCHARD_HEADER_VERSION)
-ORCHARD_API orchard_status orchard_ctx_create_version(orchard_ctx **ctx, const orchard_ctx_opts *opts,
+/* orchard_ctx_create(&ctx, opts): makes a context; ctx is NULL on failure. opts may be NULL, or
+ * written in place: &(orchard_ctx_opts){.threads = 2}. Pairs with orchard_ctx_free. */
+#define orchard_ctx_create(ctx, ...) \
+    orchard_ctx_create_version(ctx, __VA_ARGS__, ORCHARD_HEADER_VERSION)
+ORCHARD_API orchard_status orchard_ctx_create_version(orchard_ctx **ctx,
+                                                      const orchard_ctx_opts *opts,
                                                       int32_t header_version);
 
 /* Frees the context and its scratch. NULL is fine. */
@@ -152,27 +165,27 @@ ORCHARD_API void orchard_ctx_free(orchard_ctx *ctx);
 ORCHARD_API int32_t orchard_ctx_threads(const orchard_ctx *ctx);
 ORCHARD_API const char *orchard_ctx_cpu(const orchard_ctx *ctx);
 
-/* ---- Which backend runs, and which did ---------------------------------------------------------- */
+/* ---- Which backend runs, and which did ------------------------------------------------------- */
 
 #define ORCHARD_MAX_BACKENDS 8
 
 typedef struct orchard_explanation {
-    const char *backend;   /* the backend that would run, NULL if none */
-    const char *cpu;       /* its instruction set, NULL where there is none */
-    size_t scratch_bytes;  /* memory it needs beside inputs and outputs */
-    int32_t asked;         /* how many of the entries below are filled, in order of preference */
+    const char *backend;  /* the backend that would run, NULL if none */
+    const char *cpu;      /* its instruction set, NULL where there is none */
+    size_t scratch_bytes; /* memory it needs beside inputs and outputs */
+    int32_t asked;        /* how many of the entries below are filled, in order of preference */
     const char *name[ORCHARD_MAX_BACKENDS];   /* the backend asked */
     const char *reason[ORCHARD_MAX_BACKENDS]; /* why it would not take the call; NULL: it would */
 } orchard_explanation;
 
 /* Asks, without running anything, who would take a call. `op` is the call's name without "orchard_"
- * ("attention_forward"), `args` its args struct; tensors are checked but their elements are not read,
- * except lengths. Uses the very plan that the call itself uses. */
+ * ("attention_forward"), `args` its args struct; tensors are checked but their elements are not
+ * read, except lengths. Uses the very plan that the call itself uses. */
 ORCHARD_API orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *args,
                                            orchard_explanation *explanation);
 
-/* One line of the process-wide report: how often `backend` ran `op` (reason NULL), or how often it did not
- * take a call and for which reason. The strings live as long as the process. */
+/* One line of the process-wide report: how often `backend` ran `op` (reason NULL), or how often it
+ * did not take a call and for which reason. The strings live as long as the process. */
 typedef struct orchard_report_line {
     const char *op;
     const char *backend;
@@ -183,8 +196,8 @@ typedef struct orchard_report_line {
 /* Writes up to `capacity` lines and returns how many there are. */
 ORCHARD_API int64_t orchard_report(orchard_report_line *lines, int64_t capacity);
 
-/* The name of the i-th backend of this build in order of preference, NULL past the end; and the same for
- * the instruction sets that this CPU can run, best first. */
+/* The name of the i-th backend of this build in order of preference, NULL past the end; and the
+ * same for the instruction sets that this CPU can run, best first. */
 ORCHARD_API const char *orchard_backend_name(int32_t i);
 ORCHARD_API const char *orchard_cpu_name(int32_t i);
 

@@ -12,9 +12,9 @@
 
 #define ORCH_ATTENTION_MAX_HEAD_SIZE 512
 
-/* A tensor as [batch][head][row][column], whatever its rank was. Strides in elements; an absent tensor has
- * present = false. For packed sequences the batch stride is 0 and rows count from the first sequence. For bias
- * and mask a column is a key, and a repeated dimension has stride 0. */
+/* A tensor as [batch][head][row][column], whatever its rank was. Strides in elements; an absent
+ * tensor has present = false. For packed sequences the batch stride is 0 and rows count from the
+ * first sequence. For bias and mask a column is a key, and a repeated dimension has stride 0. */
 typedef struct orch_view {
     char *data;
     orchard_dtype dtype;
@@ -56,7 +56,9 @@ typedef struct orch_sequence {
 
 static inline int64_t orch_length_at(const orchard_tensor *lengths, int64_t i)
 {
-    return (int64_t)orch_element_load(lengths->dtype, lengths->data, i * lengths->stride[0]);
+    const int64_t at = i * lengths->stride[0];
+    return lengths->dtype == ORCHARD_I64 ? ((const int64_t *)lengths->data)[at]
+                                         : ((const int32_t *)lengths->data)[at];
 }
 
 static inline orch_sequence orch_attention_sequence(const orch_attention *p, int64_t b)
@@ -76,8 +78,8 @@ static inline orch_sequence orch_attention_sequence(const orch_attention *p, int
     return s;
 }
 
-/* Query i sees keys [lo, hi) as far as causal, window and lengths say; lo == hi when it sees none. Both
- * grow with i. */
+/* Query i sees keys [lo, hi) as far as causal, window and lengths say; lo == hi when it sees none.
+ * Both grow with i. */
 static inline void orch_attention_range(const orch_attention *p, const orch_sequence *s, int64_t i,
                                         int64_t *lo, int64_t *hi)
 {
@@ -98,8 +100,10 @@ static inline int64_t orch_row(const orch_view *view, int64_t b, int64_t h, int6
     return b * view->batch + h * view->head + i * view->row;
 }
 
-orchard_status orch_attention_forward_check(const orchard_ctx *ctx, const void *args, void *problem);
-orchard_status orch_attention_backward_check(const orchard_ctx *ctx, const void *args, void *problem);
+orchard_status orch_attention_forward_check(const orchard_ctx *ctx, const void *args,
+                                            void *problem);
+orchard_status orch_attention_backward_check(const orchard_ctx *ctx, const void *args,
+                                             void *problem);
 
 extern const orch_slot orch_attention_forward_ref, orch_attention_backward_ref;
 extern const orch_slot orch_attention_forward_cpu, orch_attention_backward_cpu;

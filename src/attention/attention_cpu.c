@@ -1,39 +1,40 @@
-/* The CPU backend of attention: block sizes, scratch, and how the work is shared out. All block sizes follow
- * from the shapes of one batch element, never from the number of threads or the batch size, so that neither
- * changes a bit of the result. */
+/* The CPU backend of attention: block sizes, scratch, and how the work is shared out. All block
+ * sizes follow from the shapes of one batch element, never from the number of threads or the batch
+ * size, so that neither changes a bit of the result. */
 #include "attention/attention_cpu.h"
 
 #include "core/context.h"
 #include "core/threads.h"
 
-/* ---- Kernels of each instruction set and element type ---------------------------------------------- */
+/* ---- Kernels of each instruction set and element type ---------------------------------------- */
 
-#define KERNELS(isa, real, panel_size, bytes)                                                              \
-    size_t orch_cpu_attention_forward_bytes_##isa##_##real(const orch_attention_cpu_plan *);               \
-    void orch_cpu_attention_forward_##isa##_##real(const orch_attention_cpu_plan *,                        \
-                                                   const orch_attention_task *, char *);                   \
-    void orch_cpu_attention_combine_##isa##_##real(const orch_attention_cpu_plan *,                        \
-                                                   const orch_attention_task *);                           \
-    size_t orch_cpu_attention_backward_bytes_##isa##_##real(const orch_attention_cpu_plan *);              \
-    void orch_cpu_attention_backward_##isa##_##real(const orch_attention_cpu_plan *,                       \
-                                                    const orch_attention_task *, char *, void *);          \
-    void orch_cpu_attention_store_sums_##isa##_##real(const orch_attention_cpu_plan *,                     \
-                                                      const orch_attention_task *, void *, int64_t,        \
-                                                      int64_t, int64_t);                                   \
-    void orch_cpu_attention_dbias_##isa##_##real(const orch_attention_cpu_plan *, int64_t, char *);        \
-    int64_t orch_cpu_attention_dbias_tasks_##isa##_##real(const orch_attention_cpu_plan *);                \
-    void orch_cpu_attention_dsinks_##isa##_##real(const orch_attention_cpu_plan *, int64_t);               \
-    static const orch_attention_cpu_kernels kernels_##isa##_##real = {                                     \
-        .shape = {.panel = panel_size, .real_bytes = bytes},                                               \
-        .forward_bytes = orch_cpu_attention_forward_bytes_##isa##_##real,                                  \
-        .forward = orch_cpu_attention_forward_##isa##_##real,                                              \
-        .combine = orch_cpu_attention_combine_##isa##_##real,                                              \
-        .backward_bytes = orch_cpu_attention_backward_bytes_##isa##_##real,                                \
-        .backward = orch_cpu_attention_backward_##isa##_##real,                                            \
-        .store_sums = orch_cpu_attention_store_sums_##isa##_##real,                                        \
-        .dbias = orch_cpu_attention_dbias_##isa##_##real,                                                  \
-        .dbias_tasks = orch_cpu_attention_dbias_tasks_##isa##_##real,                                      \
-        .dsinks = orch_cpu_attention_dsinks_##isa##_##real,                                                \
+#define KERNELS(isa, real, panel_size, bytes)                                                     \
+    size_t orch_cpu_attention_forward_bytes_##isa##_##real(const orch_attention_cpu_plan *);      \
+    void orch_cpu_attention_forward_##isa##_##real(const orch_attention_cpu_plan *,               \
+                                                   const orch_attention_task *, char *);          \
+    void orch_cpu_attention_combine_##isa##_##real(const orch_attention_cpu_plan *,               \
+                                                   const orch_attention_task *);                  \
+    size_t orch_cpu_attention_backward_bytes_##isa##_##real(const orch_attention_cpu_plan *);     \
+    void orch_cpu_attention_backward_##isa##_##real(const orch_attention_cpu_plan *,              \
+                                                    const orch_attention_task *, char *, void *); \
+    void orch_cpu_attention_store_sums_##isa##_##real(const orch_attention_cpu_plan *,            \
+                                                      const orch_attention_task *, void *,        \
+                                                      int64_t, int64_t, int64_t);                 \
+    void orch_cpu_attention_dbias_##isa##_##real(const orch_attention_cpu_plan *, int64_t,        \
+                                                 char *);                                         \
+    int64_t orch_cpu_attention_dbias_tasks_##isa##_##real(const orch_attention_cpu_plan *);       \
+    void orch_cpu_attention_dsinks_##isa##_##real(const orch_attention_cpu_plan *, int64_t);      \
+    static const orch_attention_cpu_kernels kernels_##isa##_##real = {                            \
+        .shape = {.panel = panel_size, .real_bytes = bytes},                                      \
+        .forward_bytes = orch_cpu_attention_forward_bytes_##isa##_##real,                         \
+        .forward = orch_cpu_attention_forward_##isa##_##real,                                     \
+        .combine = orch_cpu_attention_combine_##isa##_##real,                                     \
+        .backward_bytes = orch_cpu_attention_backward_bytes_##isa##_##real,                       \
+        .backward = orch_cpu_attention_backward_##isa##_##real,                                   \
+        .store_sums = orch_cpu_attention_store_sums_##isa##_##real,                               \
+        .dbias = orch_cpu_attention_dbias_##isa##_##real,                                         \
+        .dbias_tasks = orch_cpu_attention_dbias_tasks_##isa##_##real,                             \
+        .dsinks = orch_cpu_attention_dsinks_##isa##_##real,                                       \
     };
 
 #if defined(ORCH_HAVE_AVX2)
@@ -52,20 +53,24 @@ static const orch_attention_cpu_kernels *choose_kernels(orch_isa isa, orchard_dt
     const bool f64 = dtype == ORCHARD_F64;
     switch (isa) {
 #if defined(ORCH_HAVE_AVX2)
-    case ORCH_ISA_AVX2: return f64 ? &kernels_avx2_f64 : &kernels_avx2_f32;
+    case ORCH_ISA_AVX2:
+        return f64 ? &kernels_avx2_f64 : &kernels_avx2_f32;
 #endif
 #if defined(ORCH_HAVE_NEON)
-    case ORCH_ISA_NEON: return f64 ? &kernels_neon_f64 : &kernels_neon_f32;
+    case ORCH_ISA_NEON:
+        return f64 ? &kernels_neon_f64 : &kernels_neon_f32;
 #endif
-    default: return f64 ? &kernels_scalar_f64 : &kernels_scalar_f32;
+    default:
+        return f64 ? &kernels_scalar_f64 : &kernels_scalar_f32;
     }
 }
 
-/* ---- Cutting up the work --------------------------------------------------------------------------- */
+/* ---- Cutting up the work --------------------------------------------------------------------- */
 
-/* A block of queries walks over the keys together. Forward wants it tall, to read K and V seldom, and as its
- * panels do not mix, it may be lower where that is needed to keep all threads busy. In backward the block is
- * part of the order in which dk and dv are summed; P and dS of block x tile must fit the second-level cache. */
+/* A block of queries walks over the keys together. Forward wants it tall, to read K and V seldom,
+ * and as its panels do not mix, it may be lower where that is needed to keep all threads busy. In
+ * backward the block is part of the order in which dk and dv are summed; P and dS of block x tile
+ * must fit the second-level cache. */
 #define FORWARD_PANELS 16
 #define BACKWARD_PANELS 6
 
@@ -108,7 +113,8 @@ static orch_attention_cut cut_queries(const orch_attention_cpu_plan *plan, const
     return cut;
 }
 
-orch_attention_cut orch_attention_cut_forward(const orch_attention_cpu_plan *plan, const orch_sequence *s)
+orch_attention_cut orch_attention_cut_forward(const orch_attention_cpu_plan *plan,
+                                              const orch_sequence *s)
 {
     orch_attention_cut cut = cut_queries(plan, s);
     if (cut.head_sets * cut.panels * plan->panel <= SPLIT_ROWS && s->S >= 2 * SPLIT_KEYS) {
@@ -117,8 +123,10 @@ orch_attention_cut orch_attention_cut_forward(const orch_attention_cpu_plan *pla
     return cut;
 }
 
-/* With few key heads there is too little to share out: dk and dv are then summed in up to four copies. */
-orch_attention_cut orch_attention_cut_backward(const orch_attention_cpu_plan *plan, const orch_sequence *s)
+/* With few key heads there is too little to share out: dk and dv are then summed in up to four
+ * copies. */
+orch_attention_cut orch_attention_cut_backward(const orch_attention_cpu_plan *plan,
+                                               const orch_sequence *s)
 {
     orch_attention_cut cut = cut_queries(plan, s);
     const int64_t copies = plan->p->G >= 8 ? 1 : plan->p->G >= 4 ? 2 : 4;
@@ -159,9 +167,16 @@ static size_t round_up(size_t bytes)
     return (bytes + 63) / 64 * 64;
 }
 
-/* ---- Forward --------------------------------------------------------------------------------------- */
+/* `at` bytes into scratch; NULL while only counting. */
+static char *part_of(char *scratch, size_t at)
+{
+    return scratch ? scratch + at : NULL;
+}
 
-/* Counts tasks and partial results, and notes where each batch element's begin if there is room to. */
+/* ---- Forward --------------------------------------------------------------------------------- */
+
+/* Counts tasks and partial results, and notes where each batch element's begin if there is room to.
+ */
 static void count_forward_tasks(orch_attention_cpu_plan *plan, int64_t *partials)
 {
     const orch_attention *p = plan->p;
@@ -195,13 +210,13 @@ static size_t forward_plan(const orch_call *call, orch_attention_cpu_plan *plan,
     plan->partial_bytes = (size_t)((p->E + 2) * plan->panel * plan->real_bytes);
     plan->first_task = (int64_t *)scratch;
     at += round_up((size_t)p->B * sizeof(int64_t));
-    plan->first_partial = scratch ? (int64_t *)(scratch + at) : NULL;
+    plan->first_partial = (int64_t *)part_of(scratch, at);
     at += round_up((size_t)p->B * sizeof(int64_t));
     count_forward_tasks(plan, &partials);
-    plan->partials = scratch + at;
+    plan->partials = part_of(scratch, at);
     at += round_up((size_t)partials * plan->partial_bytes);
     plan->worker_bytes = round_up(kernels->forward_bytes(plan));
-    plan->worker_scratch = scratch + at;
+    plan->worker_scratch = part_of(scratch, at);
     return at + plan->worker_bytes * (size_t)threads;
 }
 
@@ -237,7 +252,8 @@ static void forward_task(int64_t index, int32_t worker, void *arg)
 {
     forward_job *job = arg;
     const orch_attention_task task = forward_task_at(&job->plan, index);
-    job->kernels->forward(&job->plan, &task, job->plan.worker_scratch + job->plan.worker_bytes * (size_t)worker);
+    job->kernels->forward(&job->plan, &task,
+                          job->plan.worker_scratch + job->plan.worker_bytes * (size_t)worker);
 }
 
 static void combine_task(int64_t index, int32_t worker, void *arg)
@@ -264,7 +280,7 @@ static orchard_status forward_run(const orch_call *call, void *scratch)
 
 const orch_slot orch_attention_forward_cpu = {forward_plan_slot, forward_run};
 
-/* ---- Backward -------------------------------------------------------------------------------------- */
+/* ---- Backward -------------------------------------------------------------------------------- */
 
 typedef struct backward_job {
     const orch_attention_cpu_kernels *kernels;
@@ -274,7 +290,8 @@ typedef struct backward_job {
     int64_t wave_from; /* the current wave's first */
 } backward_job;
 
-/* Whether each element of dbias belongs to one pair: every size is full, or there is only one to repeat. */
+/* Whether each element of dbias belongs to one pair: every size is full, or there is only one to
+ * repeat. */
 static bool dbias_is_direct(const orch_attention *p)
 {
     const int64_t full[4] = {p->B, p->H, p->T, p->S};
@@ -312,10 +329,10 @@ static size_t backward_plan(const orch_call *call, backward_job *job, char *scra
     job->wave = job->wave < p->B * p->G ? job->wave : p->B * p->G;
     plan->sums = scratch;
     at += (size_t)plan->sums_bytes * (size_t)(job->splits == 1 ? threads : job->wave * job->splits);
-    plan->sink_terms = scratch + at;
+    plan->sink_terms = part_of(scratch, at);
     at += p->dsinks.present ? round_up((size_t)(p->H * p->total_t * plan->real_bytes)) : 0;
     plan->worker_bytes = round_up(job->kernels->backward_bytes(plan));
-    plan->worker_scratch = scratch + at;
+    plan->worker_scratch = part_of(scratch, at);
     return at + plan->worker_bytes * (size_t)threads;
 }
 
@@ -326,7 +343,8 @@ static const char *backward_plan_slot(const orch_call *call, size_t *scratch_byt
     return NULL;
 }
 
-static orch_attention_task backward_task_at(const orch_attention_cpu_plan *plan, int64_t pair, int64_t split)
+static orch_attention_task backward_task_at(const orch_attention_cpu_plan *plan, int64_t pair,
+                                            int64_t split)
 {
     orch_attention_task task = {.b = pair / plan->p->G, .g = pair % plan->p->G, .split = split};
     task.sequence = orch_attention_sequence(plan->p, task.b);
@@ -376,8 +394,9 @@ static void store_split(int64_t index, int32_t worker, void *arg)
     const orch_attention_task task = backward_task_at(&job->plan, job->wave_from + place, 0);
     const int64_t rows = key_rows_of(job->plan.p, &task);
     (void)worker;
-    job->kernels->store_sums(&job->plan, &task, job->plan.sums + job->plan.sums_bytes * place * job->splits,
-                             task.cut.splits, rows * piece / job->splits, rows * (piece + 1) / job->splits);
+    job->kernels->store_sums(
+        &job->plan, &task, job->plan.sums + job->plan.sums_bytes * place * job->splits,
+        task.cut.splits, rows * piece / job->splits, rows * (piece + 1) / job->splits);
 }
 
 static void dbias_task(int64_t index, int32_t worker, void *arg)
@@ -399,11 +418,13 @@ static orchard_status backward_run(const orch_call *call, void *scratch)
     const int64_t pairs = p->B * p->G;
     backward_job job;
     backward_plan(call, &job, scratch);
-    if (p->dq.present || p->dk.present || p->dv.present || p->dsinks.present || job.plan.dbias_direct) {
+    if (p->dq.present || p->dk.present || p->dv.present || p->dsinks.present ||
+        job.plan.dbias_direct) {
         if (job.splits == 1) {
             orch_parallel(call->ctx, pairs, backward_whole, &job);
         }
-        for (job.wave_from = 0; job.splits > 1 && job.wave_from < pairs; job.wave_from += job.wave) {
+        for (job.wave_from = 0; job.splits > 1 && job.wave_from < pairs;
+             job.wave_from += job.wave) {
             const int64_t left = pairs - job.wave_from;
             const int64_t tasks = (left < job.wave ? left : job.wave) * job.splits;
             orch_parallel(call->ctx, tasks, backward_split, &job);

@@ -1,9 +1,10 @@
 /* Backward in five products: S and dP again from q, k, v and dout, then
  *     dq += dS k        dk += dS^T q        dv += P^T dout
- * A task owns key head (b, g), or one of a few copies of its sums of dk and dv, and walks over query blocks:
- * for each, over tiles of keys. Kept between tiles: dq of the block, [D][PANEL] per panel. P and dS of one
- * block and tile, packed q and dout, the tile of K and V and of the sums fit the second-level cache.
- * The scale of the scores is left out of dS and put on dq and dk when they are stored. */
+ * A task owns key head (b, g), or one of a few copies of its sums of dk and dv, and walks over
+ * query blocks: for each, over tiles of keys. Kept between tiles: dq of the block, [D][PANEL] per
+ * panel. P and dS of one block and tile, packed q and dout, the tile of K and V and of the sums fit
+ * the second-level cache. The scale of the scores is left out of dS and put on dq and dk when they
+ * are stored. */
 #include "attention/attention_cpu_gradient.h"
 
 size_t ORCH_K(attention_backward_bytes)(const orch_attention_cpu_plan *plan)
@@ -11,10 +12,11 @@ size_t ORCH_K(attention_backward_bytes)(const orch_attention_cpu_plan *plan)
     return gradient_layout(plan, NULL, NULL);
 }
 
-/* Rows of q or dout as they are, lane after lane: in place where they are whole vectors of reals. */
+/* Rows of q or dout as they are, lane after lane: in place where they are whole vectors of reals.
+ */
 static key_rows block_rows(const orch_attention_task *task, const orch_view *view,
-                           const gradient_state *state, int64_t count, int64_t columns, int64_t width,
-                           real *buffer)
+                           const gradient_state *state, int64_t count, int64_t columns,
+                           int64_t width, real *buffer)
 {
     if (rows_are_reals(view, columns) && columns == width && task->cut.heads_per_panel == 1) {
         const panel *n = &state->panels[0];
@@ -25,15 +27,15 @@ static key_rows block_rows(const orch_attention_task *task, const orch_view *vie
         const char *row[PANEL];
         panel_rows(row, &state->panels[n], view, task);
         for (int lane = 0; lane < state->panels[n].lanes; lane++) {
-            copy_rows(buffer + (n * PANEL + lane) * width, width, row[lane], view->dtype, 0, view->column, 1,
-                      columns);
+            copy_rows(buffer + (n * PANEL + lane) * width, width, row[lane], view->dtype, 0,
+                      view->column, 1, columns);
         }
     }
     return (key_rows){buffer, width};
 }
 
-/* Where a panel's part of a tile lies, in rows of the tile: rounded outwards to whole register tiles, with
- * zeros in the rows that this adds. */
+/* Where a panel's part of a tile lies, in rows of the tile: rounded outwards to whole register
+ * tiles, with zeros in the rows that this adds. */
 typedef struct panel_span {
     int64_t first, last;
 } panel_span;
@@ -45,8 +47,8 @@ static void clear_rows(real *rows, int64_t first, int64_t last)
     }
 }
 
-/* What the sums over queries read: weights[n][j][lane] times rows[n * PANEL + lane][.], over panels. Both
- * ends of the spans grow with n, so the panels that see a key are neighbours. */
+/* What the sums over queries read: weights[n][j][lane] times rows[n * PANEL + lane][.], over
+ * panels. Both ends of the spans grow with n, so the panels that see a key are neighbours. */
 typedef struct key_sum_inputs {
     const real *weights;
     int64_t panel_stride;
@@ -106,46 +108,56 @@ static void key_sums(real *sums, int64_t width, const key_sum_inputs *in, int64_
     }
 }
 
-/* Row `lane` of a block [keys][PANEL] of dS to dbias, keys [j0, j1). */
+/* A block [keys][PANEL] of dS to rows of dbias, keys [j0, j1). */
 static void store_dbias(const orch_attention *p, const orch_attention_task *task, const panel *n,
                         const real *ds, int64_t j0, int64_t j1)
 {
     const int64_t size = (int64_t)orchard_dtype_size(p->dbias.dtype);
-    for (int64_t j = j0; j < j1; j += VW) {
-        const int64_t keys = j1 - j < VW ? j1 - j : VW;
+    const bool whole_vectors = size == (int64_t)sizeof(real) && p->dbias.column == 1;
+    const char *row[PANEL];
+    score_rows(row, n, &p->dbias, task, j0);
+    for (int64_t j = 0; j < j1 - j0; j += VW) {
+        const int64_t keys = j1 - j0 - j < VW ? j1 - j0 - j : VW;
         for (int half = 0; half < n->lanes; half += VW) {
             v_real block[VW];
             for (int r = 0; r < VW; r++) {
-                block[r] = r < keys ? v_load(ds + (j - j0 + r) * PANEL + half) : v_zero();
+                block[r] = r < keys ? v_canonical(v_load(ds + (j + r) * PANEL + half)) : v_zero();
             }
             v_transpose(block);
             for (int lane = half; lane < n->lanes && lane < half + VW; lane++) {
-                const int64_t at =
-                    orch_row(&p->dbias, task->b, n->head[lane], n->query[lane]) + j * p->dbias.column;
-                real row[VW];
-                v_store(row, block[lane - half]);
-                store_row(p->dbias.data + at * size, p->dbias.dtype, p->dbias.column, row, keys);
+                char *to = (char *)(uintptr_t)row[lane] + j * p->dbias.column * size;
+                real keys_of_lane[VW];
+                if (whole_vectors && keys == VW) {
+                    v_store((real *)to, block[lane - half]);
+                    continue;
+                }
+                v_store(keys_of_lane, block[lane - half]);
+                store_row(to, p->dbias.dtype, p->dbias.column, keys_of_lane, keys);
             }
         }
     }
 }
 
-/* dbias is written, not added to: pairs that no tile visits must be zeros. */
-static void clear_dbias(const orch_attention *p, const orch_attention_task *task,
-                        const gradient_state *state, int64_t count)
+static void clear_dbias_keys(const orch_attention *p, const orch_attention_task *task,
+                             const panel *n, int64_t j0, int64_t j1)
 {
     static const real zeros[64];
     const int64_t size = (int64_t)orchard_dtype_size(p->dbias.dtype);
-    for (int64_t n = 0; n < count; n++) {
-        const panel *at = &state->panels[n];
-        for (int lane = 0; lane < at->lanes; lane++) {
-            char *row = p->dbias.data + orch_row(&p->dbias, task->b, at->head[lane], at->query[lane]) * size;
-            for (int64_t j = 0; j < p->S; j += 64) {
-                store_row(row + j * p->dbias.column * size, p->dbias.dtype, p->dbias.column, zeros,
-                          p->S - j < 64 ? p->S - j : 64);
-            }
+    const char *row[PANEL];
+    score_rows(row, n, &p->dbias, task, 0);
+    for (int lane = 0; lane < n->lanes; lane++) {
+        for (int64_t j = j0; j < j1; j += 64) {
+            store_row((char *)(uintptr_t)row[lane] + j * p->dbias.column * size, p->dbias.dtype,
+                      p->dbias.column, zeros, j1 - j < 64 ? j1 - j : 64);
         }
     }
+}
+
+/* dbias is written, not added to: keys that the panel's tiles do not cover must become zeros. */
+static void clear_dbias(const orch_attention *p, const orch_attention_task *task, const panel *n)
+{
+    clear_dbias_keys(p, task, n, 0, n->lo);
+    clear_dbias_keys(p, task, n, n->hi, p->S);
 }
 
 /* What the sink of each row's head gets from it: -delta times the sink's probability. */
@@ -174,8 +186,9 @@ static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_att
 
 /* One block of queries against one tile of keys [from, to); the block sees keys up to `end`. */
 static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
-                          gradient_state *state, int64_t count, int64_t from, int64_t to, int64_t end, key_rows q_rows,
-                          key_rows dout_rows, real *sums_k, real *sums_v, panel_span *spans)
+                          gradient_state *state, int64_t count, int64_t from, int64_t to,
+                          int64_t end, key_rows q_rows, key_rows dout_rows, real *sums_k,
+                          real *sums_v, panel_span *spans)
 {
     const orch_attention *p = plan->p;
     const int64_t keys = to - from, panel_stride = plan->block_keys * PANEL;
@@ -205,7 +218,8 @@ static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attent
         const key_rows panel_k = {k.data + r0 * k.stride, k.stride};
         const key_rows panel_v = {v.data + r0 * v.stride, v.stride};
         spans[n] = (panel_span){z0, z1};
-        panel_gradient(p, task, state, n, panel_k, panel_v, j0, j1, prob + r0 * PANEL, ds + r0 * PANEL);
+        panel_gradient(p, task, state, n, panel_k, panel_v, j0, j1, prob + r0 * PANEL,
+                       ds + r0 * PANEL);
         clear_rows(prob, z0, r0);
         clear_rows(prob, r1, z1);
         clear_rows(ds, z0, r0);
@@ -220,11 +234,12 @@ static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attent
             }
         }
         if (p->dq.present) {
-            weighted_rows(state->dq + n * p->D * PANEL, panel_k, ds + r0 * PANEL, unscaled, p->D, r1 - r0, 2);
+            weighted_rows(state->dq + n * p->D * PANEL, panel_k, ds + r0 * PANEL, unscaled, p->D,
+                          r1 - r0, 2);
         }
     }
-    key_sum_inputs in = {.panel_stride = panel_stride, .panels = state->panels, .spans = spans,
-                         .count = count};
+    key_sum_inputs in = {
+        .panel_stride = panel_stride, .panels = state->panels, .spans = spans, .count = count};
     if (p->dv.present) {
         in.weights = state->p;
         in.rows = dout_rows;
@@ -255,9 +270,9 @@ static void backward_block(const orch_attention_cpu_plan *plan, const orch_atten
         if (p->dsinks.present) {
             store_sink_terms(plan, task, state, n);
         }
-    }
-    if (plan->dbias_direct) {
-        clear_dbias(p, task, state, count);
+        if (plan->dbias_direct) {
+            clear_dbias(p, task, at);
+        }
     }
     if (!p->dq.present && !p->dk.present && !p->dv.present && !plan->dbias_direct) {
         return;
@@ -269,8 +284,10 @@ static void backward_block(const orch_attention_cpu_plan *plan, const orch_atten
         block_rows(task, &p->dout, state, count, p->E, plan->width_v, state->dout_rows);
     for (int64_t j = lo == INT64_MAX ? hi : lo / plan->block_keys * plan->block_keys; j < hi;
          j += plan->block_keys) {
-        const int64_t from = j < lo ? lo : j, to = j + plan->block_keys < hi ? j + plan->block_keys : hi;
-        backward_tile(plan, task, state, count, from, to, hi, q_rows, dout_rows, sums_k, sums_v, spans);
+        const int64_t from = j < lo ? lo : j,
+                      to = j + plan->block_keys < hi ? j + plan->block_keys : hi;
+        backward_tile(plan, task, state, count, from, to, hi, q_rows, dout_rows, sums_k, sums_v,
+                      spans);
     }
     real scale[PANEL];
     for (int lane = 0; lane < PANEL; lane++) {
@@ -281,8 +298,8 @@ static void backward_block(const orch_attention_cpu_plan *plan, const orch_atten
     }
 }
 
-void ORCH_K(attention_backward)(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
-                                char *scratch, void *sums)
+void ORCH_K(attention_backward)(const orch_attention_cpu_plan *plan,
+                                const orch_attention_task *task, char *scratch, void *sums)
 {
     const int64_t S = task->sequence.S;
     real *sums_k = sums, *sums_v = sums_k + plan->sums_rows * plan->width_k;
@@ -291,7 +308,8 @@ void ORCH_K(attention_backward)(const orch_attention_cpu_plan *plan, const orch_
     gradient_layout(plan, scratch, &state);
     memset(sums_k, 0, (size_t)(S * plan->width_k) * sizeof(real));
     memset(sums_v, 0, (size_t)(S * plan->width_v) * sizeof(real));
-    /* Blocks go to splits back and forth, so that each gets as many of the long ones of a causal mask. */
+    /* Blocks go to splits back and forth, so that each gets as many of the long ones of a causal
+     * mask. */
     for (int64_t i = 0; i < task->cut.head_sets * task->cut.blocks; i++) {
         const int64_t round = i / task->cut.splits, place = i % task->cut.splits;
         if ((round % 2 ? task->cut.splits - 1 - place : place) != task->split) {
@@ -305,8 +323,8 @@ void ORCH_K(attention_backward)(const orch_attention_cpu_plan *plan, const orch_
 
 /* One of dk and dv: sums of all splits, times scale, to the tensor. */
 static void store_sum(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
-                      const orch_view *view, int64_t columns, int64_t width, real *sums, int64_t splits,
-                      int64_t j0, int64_t j1, real scale)
+                      const orch_view *view, int64_t columns, int64_t width, real *sums,
+                      int64_t splits, int64_t j0, int64_t j1, real scale)
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     const int64_t next = plan->sums_bytes / (int64_t)sizeof(real);
@@ -336,8 +354,9 @@ static void store_padding(const orch_attention_task *task, const orch_view *view
     }
 }
 
-void ORCH_K(attention_store_sums)(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
-                                  void *sums, int64_t splits, int64_t j0, int64_t j1)
+void ORCH_K(attention_store_sums)(const orch_attention_cpu_plan *plan,
+                                  const orch_attention_task *task, void *sums, int64_t splits,
+                                  int64_t j0, int64_t j1)
 {
     const orch_attention *p = plan->p;
     const int64_t end = j1 < task->sequence.S ? j1 : task->sequence.S;

@@ -1,7 +1,7 @@
-/* dbias where one of its elements belongs to several pairs: bias repeated over the batch, heads, queries or
- * keys. A task owns a tile of dbias and visits, in fixed order, every (b, h, query block, key tile) that adds
- * to it, recomputing dS: nothing of size T x S is kept, and no two tasks write the same element.
- * Sums are doubles: a repeated bias may add up millions of terms. */
+/* dbias where one of its elements belongs to several pairs: bias repeated over the batch, heads,
+ * queries or keys. A task owns a tile of dbias and visits, in fixed order, every (b, h, query
+ * block, key tile) that adds to it, recomputing dS: nothing of size T x S is kept, and no two tasks
+ * write the same element. Sums are doubles: a repeated bias may add up millions of terms. */
 #include "attention/attention_cpu_gradient.h"
 
 /* Ranges that one owner covers: dimensions of [B, H, query blocks, key tiles]. */
@@ -35,8 +35,8 @@ int64_t ORCH_K(attention_dbias_tasks)(const orch_attention_cpu_plan *plan)
 }
 
 /* Adds dS of one panel, keys [j0, j1), to the owner's sums [lanes][block_keys]. */
-static void add_to_owner(const owner *own, double *sums, int64_t block_keys, const panel *n, int64_t index,
-                         const real *ds, int64_t j0, int64_t j1)
+static void add_to_owner(const owner *own, double *sums, int64_t block_keys, const panel *n,
+                         int64_t index, const real *ds, int64_t j0, int64_t j1)
 {
     for (int64_t j = j0; j < j1; j++) {
         const int64_t column = own->repeats_key ? 0 : j % block_keys;
@@ -114,8 +114,8 @@ void ORCH_K(attention_dbias)(const orch_attention_cpu_plan *plan, int64_t index,
         const orch_sequence s = orch_attention_sequence(p, b);
         for (int64_t h = own.first[1]; h < own.last[1]; h++) {
             /* One head per panel here: an owner may want one head only. */
-            orch_attention_task task = {.b = b, .g = h / (p->H / p->G), .head_set = h % (p->H / p->G),
-                                        .sequence = s};
+            orch_attention_task task = {
+                .b = b, .g = h / (p->H / p->G), .head_set = h % (p->H / p->G), .sequence = s};
             task.cut = (orch_attention_cut){.heads_per_panel = 1, .panels = whole(s.T, PANEL)};
             for (task.block = own.first[2]; task.block < own.last[2]; task.block++) {
                 if (task.block * block_rows < s.T) {

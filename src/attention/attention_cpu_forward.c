@@ -1,9 +1,9 @@
-/* Forward, by online softmax: for each panel of queries a running maximum m, a running sum l of 2^(s - m) and
- * the unnormalised output o = sum of 2^(s - m) v, all rescaled when m grows (Milakov and Gimelshein 2018; Dao
- * et al. 2022).
+/* Forward, by online softmax: for each panel of queries a running maximum m, a running sum l of
+ * 2^(s - m) and the unnormalised output o = sum of 2^(s - m) v, all rescaled when m grows (Milakov
+ * and Gimelshein 2018; Dao et al. 2022).
  *
- * A task is a block of panels that walk over the keys together, tile by tile: the tile of K and V stays in
- * the second-level cache for all of them, one panel's scores in the first-level cache.
+ * A task is a block of panels that walk over the keys together, tile by tile: the tile of K and V
+ * stays in the second-level cache for all of them, one panel's scores in the first-level cache.
  * Kept between tiles: o [E][PANEL], m and l [PANEL] per panel. */
 #include "attention/attention_cpu_rows.h"
 
@@ -18,17 +18,18 @@ typedef struct forward_state {
 } forward_state;
 
 /* Cuts `scratch` up; with scratch NULL only the size counts. */
-static size_t forward_layout(const orch_attention_cpu_plan *plan, char *scratch, forward_state *state)
+static size_t forward_layout(const orch_attention_cpu_plan *plan, char *scratch,
+                             forward_state *state)
 {
     const orch_attention *p = plan->p;
     const int64_t n = plan->block_panels, keys = plan->block_keys;
     size_t at = 0;
     forward_state unused;
     state = state ? state : &unused;
-#define TAKE(field, type, count)                                   \
-    do {                                                           \
-        state->field = scratch ? (type *)(scratch + at) : NULL;    \
-        at += ((size_t)(count) * sizeof(type) + 63) / 64 * 64;     \
+#define TAKE(field, type, count)                                \
+    do {                                                        \
+        state->field = scratch ? (type *)(scratch + at) : NULL; \
+        at += ((size_t)(count) * sizeof(type) + 63) / 64 * 64;  \
     } while (0)
     TAKE(panels, panel, n);
     TAKE(q, real, n * p->D * PANEL);
@@ -48,12 +49,15 @@ size_t ORCH_K(attention_forward_bytes)(const orch_attention_cpu_plan *plan)
     return forward_layout(plan, NULL, NULL);
 }
 
-/* Rows [j, j + rows) of scores, as 2^(s - base), also added to sum. `rows` and `vectors` are constants. */
-ORCH_INLINE void power_rows(real *scores, int64_t j, int rows, int vectors, const v_real *base, v_real *sum)
+/* Rows [j, j + rows) of scores, as 2^(s - base), also added to sum. `rows` and `vectors` are
+ * constants. */
+ORCH_INLINE void power_rows(real *scores, int64_t j, int rows, int vectors, const v_real *base,
+                            v_real *sum)
 {
     v_real x[8];
     for (int i = 0; i < rows * vectors; i++) {
-        x[i] = v_sub(v_load(scores + (j + i / vectors) * PANEL + i % vectors * VW), base[i % vectors]);
+        x[i] =
+            v_sub(v_load(scores + (j + i / vectors) * PANEL + i % vectors * VW), base[i % vectors]);
     }
     v_exp2_low_all(x, rows * vectors);
     for (int i = 0; i < rows * vectors; i++) {
@@ -62,8 +66,8 @@ ORCH_INLINE void power_rows(real *scores, int64_t j, int rows, int vectors, cons
     }
 }
 
-/* Turns scores into probabilities 2^(s - m) under the new maximum; factor gets what older sums of each lane
- * must be multiplied with. */
+/* Turns scores into probabilities 2^(s - m) under the new maximum; factor gets what older sums of
+ * each lane must be multiplied with. */
 ORCH_INLINE void softmax_block_of(real *scores, int64_t keys, real *m, real *l, real factor[PANEL],
                                   int vectors)
 {
@@ -100,7 +104,8 @@ ORCH_INLINE void softmax_block_of(real *scores, int64_t keys, real *m, real *l, 
     }
 }
 
-static void softmax_block(real *scores, int64_t keys, real *m, real *l, real factor[PANEL], int vectors)
+static void softmax_block(real *scores, int64_t keys, real *m, real *l, real factor[PANEL],
+                          int vectors)
 {
     if (vectors == 2) {
         softmax_block_of(scores, keys, m, l, factor, 2);
@@ -147,8 +152,9 @@ static forward_tile forward_tile_at(const orch_attention *p, const orch_attentio
 }
 
 /* One panel against keys [j0, j1) of the tile. */
-static void forward_panel(const orch_attention *p, const orch_attention_task *task, forward_state *state,
-                          int64_t index, forward_tile t, int64_t j0, int64_t j1)
+static void forward_panel(const orch_attention *p, const orch_attention_task *task,
+                          forward_state *state, int64_t index, forward_tile t, int64_t j0,
+                          int64_t j1)
 {
     const panel *n = &state->panels[index];
     const real *q = state->q + index * p->D * PANEL;
@@ -166,7 +172,8 @@ static void forward_panel(const orch_attention *p, const orch_attention_task *ta
     } else {
         panel_scores(scores, p, task, n, t.k, q, j0, j1, state->block, NULL);
     }
-    softmax_block(scores, keys, state->m + index * PANEL, state->l + index * PANEL, factor, n->vectors);
+    softmax_block(scores, keys, state->m + index * PANEL, state->l + index * PANEL, factor,
+                  n->vectors);
     if (p->dropout > 0) {
         dropout_block(state->block, p, task, n, j0, j1);
         for (int64_t at = 0; at < keys * PANEL; at += VW) {
@@ -195,13 +202,15 @@ static void store_panel(const orch_attention *p, const orch_attention_task *task
         const int64_t i = task->sequence.row_q + n->query[lane];
         const real lse = l[lane] == 0 ? -(real)INFINITY
                                       : (real)((double)m[lane] * LN2 + orch_log((double)l[lane]));
-        store_row(p->lse.data + orch_row(&p->lse, task->b, n->head[lane], i) * (int64_t)sizeof(real),
+        store_row(p->lse.data +
+                      orch_row(&p->lse, task->b, n->head[lane], i) * (int64_t)sizeof(real),
                   p->lse.dtype, 1, &lse, 1);
     }
 }
 
 /* The sink is the first element of every sum: maximum its own value, sum 1. */
-static void start_panel(const orch_attention *p, forward_state *state, int64_t index, bool with_sink)
+static void start_panel(const orch_attention *p, forward_state *state, int64_t index,
+                        bool with_sink)
 {
     const panel *n = &state->panels[index];
     real *m = state->m + index * PANEL, *l = state->l + index * PANEL;
@@ -209,7 +218,8 @@ static void start_panel(const orch_attention *p, forward_state *state, int64_t i
         m[lane] = -INFINITY;
         l[lane] = 0;
         if (with_sink) {
-            m[lane] = (real)(orch_element_load(p->sinks.dtype, p->sinks.data, n->head[lane] * p->sinks.head) *
+            m[lane] = (real)(orch_element_load(p->sinks.dtype, p->sinks.data,
+                                               n->head[lane] * p->sinks.head) *
                              LOG2E);
             l[lane] = m[lane] == -INFINITY ? 0 : 1;
         }
@@ -218,8 +228,8 @@ static void start_panel(const orch_attention *p, forward_state *state, int64_t i
 }
 
 /* Where the partial result of (task, panel) is kept: o [E][PANEL], m, l. */
-static real *partial_at(const orch_attention_cpu_plan *plan, const orch_attention_task *task, int64_t index,
-                        int64_t split)
+static real *partial_at(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
+                        int64_t index, int64_t split)
 {
     const orch_attention_cut *cut = &task->cut;
     const int64_t panel_index = (task->g * cut->head_sets + task->head_set) * cut->panels +
@@ -228,7 +238,8 @@ static real *partial_at(const orch_attention_cpu_plan *plan, const orch_attentio
     return (real *)(plan->partials + (size_t)at * plan->partial_bytes);
 }
 
-static int64_t block_panel_count(const orch_attention_cpu_plan *plan, const orch_attention_task *task)
+static int64_t block_panel_count(const orch_attention_cpu_plan *plan,
+                                 const orch_attention_task *task)
 {
     const int64_t left = task->cut.panels - task->block * plan->block_panels;
     return left < plan->block_panels ? left : plan->block_panels;
@@ -239,7 +250,8 @@ void ORCH_K(attention_forward)(const orch_attention_cpu_plan *plan, const orch_a
 {
     const orch_attention *p = plan->p;
     const int64_t count = block_panel_count(plan, task);
-    /* Splits end on whole tiles, so that tiles and with them the sums are the same for any split. */
+    /* Splits end on whole tiles, so that tiles and with them the sums are the same for any split.
+     */
     const int64_t tiles = (task->sequence.S + plan->block_keys - 1) / plan->block_keys;
     const int64_t first = task->split * tiles / task->cut.splits * plan->block_keys;
     int64_t last = (task->split + 1) * tiles / task->cut.splits * plan->block_keys;
@@ -260,7 +272,8 @@ void ORCH_K(attention_forward)(const orch_attention_cpu_plan *plan, const orch_a
     const bool by_rows = count == 1 && rows_suit(p, &state.panels[0]);
     for (int64_t j = lo == INT64_MAX ? hi : lo / plan->block_keys * plan->block_keys; j < hi;
          j += plan->block_keys) {
-        const int64_t from = j < lo ? lo : j, to = j + plan->block_keys < hi ? j + plan->block_keys : hi;
+        const int64_t from = j < lo ? lo : j,
+                      to = j + plan->block_keys < hi ? j + plan->block_keys : hi;
         const forward_tile t = forward_tile_at(p, task, &state, by_rows, from, to);
         for (int64_t n = 0; n < count; n++) {
             const panel *at = &state.panels[n];

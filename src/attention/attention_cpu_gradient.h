@@ -1,7 +1,7 @@
 /* From scores back to their gradient, for one block of panels against one tile of keys:
- *     P = 2^(s - lse)        dP = dout v^T        dS = P (keep dP - delta)        delta = dout . out - dlse
- * shared by the main backward pass and by the pass that owns dbias.
- * delta is summed in the order in which dP is: where one key takes the whole row, dP - delta is exactly 0. */
+ *     P = 2^(s - lse)        dP = dout v^T        dS = P (keep dP - delta)        delta = dout .
+ * out - dlse shared by the main backward pass and by the pass that owns dbias. delta is summed in
+ * the order in which dP is: where one key takes the whole row, dP - delta is exactly 0. */
 #ifndef ORCH_ATTENTION_CPU_GRADIENT_H
 #define ORCH_ATTENTION_CPU_GRADIENT_H
 
@@ -9,19 +9,23 @@
 
 typedef struct gradient_state {
     panel *panels;
-    real *q, *dout;         /* packed [panels][D][PANEL], [panels][E][PANEL] */
-    real *lse_hi, *lse_lo;  /* [panels][PANEL], in units of log 2 and in two parts: one rounding less */
-    real *delta;            /* [panels][PANEL] */
-    real *p, *ds;           /* [panels][block_keys][PANEL] */
-    real *block, *slopes;   /* [block_keys][PANEL]: bias, mask or dropout; the soft cap's derivative */
-    real *k, *v;            /* converted tiles [block_keys][D], [block_keys][E] */
-    real *dq;               /* [panels][D][PANEL] */
-    real *q_rows, *dout_rows; /* [panels * PANEL][width_k], [width_v]: rows that cannot be read in place */
-    double *dbias;          /* [panels * PANEL][block_keys] */
+    real *q, *dout; /* packed [panels][D][PANEL], [panels][E][PANEL] */
+    real *lse_hi,
+        *lse_lo;  /* [panels][PANEL], in units of log 2 and in two parts: one rounding less */
+    real *delta;  /* [panels][PANEL] */
+    real *p, *ds; /* [panels][block_keys][PANEL] */
+    real *block,
+        *slopes; /* [block_keys][PANEL]: bias, mask or dropout; the soft cap's derivative */
+    real *k, *v; /* converted tiles [block_keys][D], [block_keys][E] */
+    real *dq;    /* [panels][D][PANEL] */
+    real *q_rows,
+        *dout_rows; /* [panels * PANEL][width_k], [width_v]: rows that cannot be read in place */
+    double *dbias;  /* [panels * PANEL][block_keys] */
 } gradient_state;
 
 /* Cuts `scratch` up; with scratch NULL only the size counts. */
-static size_t gradient_layout(const orch_attention_cpu_plan *plan, char *scratch, gradient_state *state)
+static size_t gradient_layout(const orch_attention_cpu_plan *plan, char *scratch,
+                              gradient_state *state)
 {
     const orch_attention *p = plan->p;
     const int64_t n = plan->block_panels, keys = plan->block_keys;
@@ -29,10 +33,10 @@ static size_t gradient_layout(const orch_attention_cpu_plan *plan, char *scratch
     size_t at = 0;
     gradient_state unused;
     state = state ? state : &unused;
-#define TAKE(field, type, count)                                   \
-    do {                                                           \
-        state->field = scratch ? (type *)(scratch + at) : NULL;    \
-        at += ((size_t)(count) * sizeof(type) + 63) / 64 * 64;     \
+#define TAKE(field, type, count)                                \
+    do {                                                        \
+        state->field = scratch ? (type *)(scratch + at) : NULL; \
+        at += ((size_t)(count) * sizeof(type) + 63) / 64 * 64;  \
     } while (0)
     TAKE(panels, panel, n);
     TAKE(q, real, n * p->D * PANEL);
@@ -49,12 +53,13 @@ static size_t gradient_layout(const orch_attention_cpu_plan *plan, char *scratch
     TAKE(dq, real, n * p->D * PANEL);
     TAKE(q_rows, real, n * PANEL * plan->width_k);
     TAKE(dout_rows, real, n * PANEL * plan->width_v);
-    TAKE(dbias, double, owner_dbias ? n * PANEL * keys : 0);
+    TAKE(dbias, double, owner_dbias ? n *PANEL *keys : 0);
 #undef TAKE
     return at;
 }
 
-/* delta and lse of one panel. Lanes not in use, and rows that see nothing, get lse +inf: P is 0 then. */
+/* delta and lse of one panel. Lanes not in use, and rows that see nothing, get lse +inf: P is 0
+ * then. */
 static void panel_statistics(const orch_attention *p, const orch_attention_task *task,
                              gradient_state *state, int64_t index)
 {
@@ -82,9 +87,10 @@ static void panel_statistics(const orch_attention *p, const orch_attention_task 
         const double lse = orch_element_load(p->lse.dtype, p->lse.data, at);
         if (lse != -INFINITY) {
             hi[lane] = (real)(lse * LOG2E);
-            lo[lane] = isfinite(hi[lane])
-                           ? (real)(fma(lse, LOG2E, -(double)hi[lane]) + lse * 2.0355273740931033e-17)
-                           : 0;
+            lo[lane] =
+                isfinite(hi[lane])
+                    ? (real)(fma(lse, LOG2E, -(double)hi[lane]) + lse * 2.0355273740931033e-17)
+                    : 0;
         }
         if (p->dlse.present) {
             const int64_t at_dlse = orch_row(&p->dlse, task->b, n->head[lane], i);
@@ -109,27 +115,28 @@ static void gradient_start(const orch_attention_cpu_plan *plan, const orch_atten
 
 /* ds = P (keep dP - delta) and, with dropout, P = keep P; keep is NULL without. */
 ORCH_INLINE void score_gradient_of(real *ds, real *prob, const real *keep, const real delta[PANEL],
-                                   key_rows v, const real *dout, int64_t E, int64_t keys, int vectors)
+                                   key_rows v, const real *dout, int64_t E, int64_t keys,
+                                   int vectors)
 {
     for (int64_t j = 0; j < keys; j += TILE_ROWS) {
         const int64_t rows = keys - j < TILE_ROWS ? keys - j : TILE_ROWS;
-#define BODY(count)                                                                           \
-    do {                                                                                      \
-        tile sum;                                                                             \
-        tile_multiply(&sum, count, vectors, v.data + j * v.stride, v.stride, 1, dout, PANEL,  \
-                      E, 0, 1);                                                               \
-        for (int r = 0; r < count; r++) {                                                     \
-            for (int c = 0; c < vectors; c++) {                                               \
-                const int64_t at = (j + r) * PANEL + c * VW;                                  \
-                v_real dp = sum.at[r][c], probability = v_load(prob + at);                    \
-                if (keep) {                                                                   \
-                    v_real kept = v_load(keep + at);                                          \
-                    dp = v_mul(dp, kept);                                                     \
-                    v_store(prob + at, v_mul(probability, kept));                             \
-                }                                                                             \
-                v_store(ds + at, v_mul(probability, v_sub(dp, v_load(delta + c * VW))));      \
-            }                                                                                 \
-        }                                                                                     \
+#define BODY(count)                                                                                \
+    do {                                                                                           \
+        tile sum;                                                                                  \
+        tile_multiply(&sum, count, vectors, v.data + j * v.stride, v.stride, 1, dout, PANEL, E, 0, \
+                      1);                                                                          \
+        for (int r = 0; r < count; r++) {                                                          \
+            for (int c = 0; c < vectors; c++) {                                                    \
+                const int64_t at = (j + r) * PANEL + c * VW;                                       \
+                v_real dp = sum.at[r][c], probability = v_load(prob + at);                         \
+                if (keep) {                                                                        \
+                    v_real kept = v_load(keep + at);                                               \
+                    dp = v_mul(dp, kept);                                                          \
+                    v_store(prob + at, v_mul(probability, kept));                                  \
+                }                                                                                  \
+                v_store(ds + at, v_mul(probability, v_sub(dp, v_load(delta + c * VW))));           \
+            }                                                                                      \
+        }                                                                                          \
     } while (0)
         TILE_FOR_ROWS(rows, BODY)
 #undef BODY
@@ -141,7 +148,8 @@ ORCH_INLINE void probability_rows(real *rows, int count, const real hi[PANEL], c
 {
     v_real x[4];
     for (int i = 0; i < 2 * count; i++) {
-        x[i] = v_sub(v_sub(v_load(rows + i * VW), v_load(hi + i % 2 * VW)), v_load(lo + i % 2 * VW));
+        x[i] =
+            v_sub(v_sub(v_load(rows + i * VW), v_load(hi + i % 2 * VW)), v_load(lo + i % 2 * VW));
     }
     v_exp2_all(x, 2 * count);
     for (int i = 0; i < 2 * count; i++) {
@@ -149,11 +157,11 @@ ORCH_INLINE void probability_rows(real *rows, int count, const real hi[PANEL], c
     }
 }
 
-/* P and dS of panel `index` against keys [j0, j1); k and v start at j0. Without the soft cap's derivative,
- * which dbias does not want: slopes hold it. prob and ds are [j1 - j0][PANEL]. */
-static void panel_gradient(const orch_attention *p, const orch_attention_task *task, gradient_state *state,
-                           int64_t index, key_rows k, key_rows v, int64_t j0, int64_t j1, real *prob,
-                           real *ds)
+/* P and dS of panel `index` against keys [j0, j1); k and v start at j0. Without the soft cap's
+ * derivative, which dbias does not want: slopes hold it. prob and ds are [j1 - j0][PANEL]. */
+static void panel_gradient(const orch_attention *p, const orch_attention_task *task,
+                           gradient_state *state, int64_t index, key_rows k, key_rows v, int64_t j0,
+                           int64_t j1, real *prob, real *ds)
 {
     const panel *n = &state->panels[index];
     const real *hi = state->lse_hi + index * PANEL, *lo = state->lse_lo + index * PANEL;

@@ -1,5 +1,6 @@
-/* The two products of forward for a panel of very few queries, as in decoding: with so few lanes in use, vectors
- * run along the head instead, and K and V are read once, in their own dtype, as fast as memory gives them. */
+/* The two products of forward for a panel of very few queries, as in decoding: with so few lanes in
+ * use, vectors run along the head instead, and K and V are read once, in their own dtype, as fast
+ * as memory gives them. */
 #ifndef ORCH_ATTENTION_CPU_ROWS_H
 #define ORCH_ATTENTION_CPU_ROWS_H
 
@@ -15,8 +16,8 @@ typedef struct raw_rows {
 } raw_rows;
 
 /* Two keys against all lanes: independent chains enough for the FMA units. */
-ORCH_INLINE void row_scores_of(real *scores, raw_rows k, orchard_dtype dtype, int64_t size, const real *q,
-                               int64_t D, int64_t keys, int lanes)
+ORCH_INLINE void row_scores_of(real *scores, raw_rows k, orchard_dtype dtype, int64_t size,
+                               const real *q, int64_t D, int64_t keys, int lanes)
 {
     for (int64_t j = 0; j < keys; j += 2) {
         const char *first = k.data + j * k.stride;
@@ -26,7 +27,8 @@ ORCH_INLINE void row_scores_of(real *scores, raw_rows k, orchard_dtype dtype, in
             sum[0][lane] = sum[1][lane] = v_zero();
         }
         for (int64_t d = 0; d < D; d += VW) {
-            const v_real x = load_vector(first + d * size, dtype), y = load_vector(second + d * size, dtype);
+            const v_real x = load_vector(first + d * size, dtype),
+                         y = load_vector(second + d * size, dtype);
             for (int lane = 0; lane < lanes; lane++) {
                 const v_real query = v_load(q + lane * D + d);
                 sum[0][lane] = v_fma(x, query, sum[0][lane]);
@@ -43,8 +45,9 @@ ORCH_INLINE void row_scores_of(real *scores, raw_rows k, orchard_dtype dtype, in
 }
 
 /* sums[lane][e] = sum over keys of weights[j][lane] * v_j[e], two vectors of e at a time. */
-ORCH_INLINE void row_sums_of(real *sums, raw_rows v, orchard_dtype dtype, int64_t size, const real *weights,
-                             int64_t E, int64_t keys, int lanes, int vectors, int64_t e)
+ORCH_INLINE void row_sums_of(real *sums, raw_rows v, orchard_dtype dtype, int64_t size,
+                             const real *weights, int64_t E, int64_t keys, int lanes, int vectors,
+                             int64_t e)
 {
     v_real sum[ROWS_MAX_LANES][2];
     for (int lane = 0; lane < lanes; lane++) {
@@ -69,14 +72,22 @@ ORCH_INLINE void row_sums_of(real *sums, raw_rows v, orchard_dtype dtype, int64_
 }
 
 /* Calls BODY(type, size, lanes) with constants. */
-#define ROWS_FOR_LANES(lanes, type, size)        \
-    do {                                         \
-        switch (lanes) {                         \
-        case 1: BODY(type, size, 1); break;      \
-        case 2: BODY(type, size, 2); break;      \
-        case 3: BODY(type, size, 3); break;      \
-        default: BODY(type, size, 4); break;     \
-        }                                        \
+#define ROWS_FOR_LANES(lanes, type, size) \
+    do {                                  \
+        switch (lanes) {                  \
+        case 1:                           \
+            BODY(type, size, 1);          \
+            break;                        \
+        case 2:                           \
+            BODY(type, size, 2);          \
+            break;                        \
+        case 3:                           \
+            BODY(type, size, 3);          \
+            break;                        \
+        default:                          \
+            BODY(type, size, 4);          \
+            break;                        \
+        }                                 \
     } while (0)
 
 static void row_scores(real *scores, raw_rows k, const real *q, int64_t D, int64_t keys, int lanes)
@@ -87,7 +98,8 @@ static void row_scores(real *scores, raw_rows k, const real *q, int64_t D, int64
 #undef BODY
 }
 
-static void row_sums(real *sums, raw_rows v, const real *weights, int64_t E, int64_t keys, int lanes)
+static void row_sums(real *sums, raw_rows v, const real *weights, int64_t E, int64_t keys,
+                     int lanes)
 {
     int64_t e = 0;
     for (; e + 2 * VW <= E; e += 2 * VW) {
@@ -111,7 +123,8 @@ static inline bool rows_suit(const orch_attention *p, const panel *n)
 }
 
 /* scores[j][lane] like score_product; lanes not in use become 0. q is packed. */
-static void row_score_product(real *scores, raw_rows k, const real *q, int64_t D, int64_t keys, int lanes)
+static void row_score_product(real *scores, raw_rows k, const real *q, int64_t D, int64_t keys,
+                              int lanes)
 {
     real rows[ROWS_MAX_LANES * ORCH_ATTENTION_MAX_HEAD_SIZE];
     for (int64_t d = 0; d < D; d++) {
@@ -124,8 +137,8 @@ static void row_score_product(real *scores, raw_rows k, const real *q, int64_t D
 }
 
 /* o[e][lane] = o[e][lane] * factor + sum, like weighted_rows. */
-static void row_weighted_rows(real *o, raw_rows v, const real *weights, const real factor[PANEL], int64_t E,
-                              int64_t keys, int lanes)
+static void row_weighted_rows(real *o, raw_rows v, const real *weights, const real factor[PANEL],
+                              int64_t E, int64_t keys, int lanes)
 {
     real sums[ROWS_MAX_LANES * ORCH_ATTENTION_MAX_HEAD_SIZE];
     row_sums(sums, v, weights, E, keys, lanes);

@@ -1,9 +1,11 @@
-/* Panels and their scores: the part that forward and backward share, so that both see the same bits.
+/* Panels and their scores: the part that forward and backward share, so that both see the same
+ * bits.
  *
- * A panel is up to PANEL queries side by side in vector lanes. Its scores against keys [j0, j1) are a block
- * scores[j - j0][PANEL], keys down, queries across: softmax then runs down the block without any horizontal
- * operation, and K and V enter the products element by element, so neither is ever transposed or packed.
- * Scores are kept in units of log 2: s * log2(e), which q's packing scale brings in for nothing. */
+ * A panel is up to PANEL queries side by side in vector lanes. Its scores against keys [j0, j1) are
+ * a block scores[j - j0][PANEL], keys down, queries across: softmax then runs down the block
+ * without any horizontal operation, and K and V enter the products element by element, so neither
+ * is ever transposed or packed. Scores are kept in units of log 2: s * log2(e), which q's packing
+ * scale brings in for nothing. */
 #ifndef ORCH_ATTENTION_CPU_SCORES_H
 #define ORCH_ATTENTION_CPU_SCORES_H
 
@@ -31,7 +33,7 @@ static inline void panel_set(panel *n, const orch_attention *p, const orch_atten
     const int64_t group = p->H / p->G;
     const int64_t set_first = task->head_set * task->cut.heads_per_panel;
     const int64_t heads = group - set_first < task->cut.heads_per_panel ? group - set_first
-                                                                         : task->cut.heads_per_panel;
+                                                                        : task->cut.heads_per_panel;
     const int64_t i0 = index * PANEL;
     const int64_t rows = s->T - i0 < PANEL ? s->T - i0 : PANEL;
     n->lanes = (int)(heads * rows);
@@ -70,7 +72,8 @@ static inline void panel_rows(const char *row[PANEL], const panel *n, const orch
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     for (int lane = 0; lane < PANEL; lane++) {
-        const int64_t at = orch_row(view, task->b, n->head[lane], task->sequence.row_q + n->query[lane]);
+        const int64_t at =
+            orch_row(view, task->b, n->head[lane], task->sequence.row_q + n->query[lane]);
         row[lane] = lane < n->lanes ? view->data + at * size : NULL;
     }
 }
@@ -84,25 +87,28 @@ static inline void panel_pack(real *packed, const panel *n, const orch_view *vie
 }
 
 /* Stores columns of a transposed panel, times factor[lane], as rows of a tensor with q's rows. */
-static inline void panel_unpack(const panel *n, const orch_view *view, const orch_attention_task *task,
-                                const real *packed, int64_t columns, const real factor[PANEL])
+static inline void panel_unpack(const panel *n, const orch_view *view,
+                                const orch_attention_task *task, const real *packed,
+                                int64_t columns, const real factor[PANEL])
 {
     const char *row[PANEL];
     real rows[PANEL * ORCH_ATTENTION_MAX_HEAD_SIZE];
     panel_rows(row, n, view, task);
     unpack_panel(rows, columns, packed, columns, factor);
     for (int lane = 0; lane < n->lanes; lane++) {
-        store_row((char *)(uintptr_t)row[lane], view->dtype, view->column, rows + lane * columns, columns);
+        store_row((char *)(uintptr_t)row[lane], view->dtype, view->column, rows + lane * columns,
+                  columns);
     }
 }
 
-/* What q is multiplied with when it is packed: brings scores to units of log 2, or of the soft cap. */
+/* What q is multiplied with when it is packed: brings scores to units of log 2, or of the soft cap.
+ */
 static inline real query_scale(const orch_attention *p)
 {
     return (real)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2E);
 }
 
-/* ---- Keys and values as reals ---------------------------------------------------------------------- */
+/* ---- Keys and values as reals ---------------------------------------------------------------- */
 
 /* Row j of the tile stands at data + (j - first) * stride. */
 typedef struct key_rows {
@@ -110,8 +116,8 @@ typedef struct key_rows {
     int64_t stride;
 } key_rows;
 
-/* Whether a product may read the tensor's rows in place. Rows far apart would crowd into few sets of the
- * caches: copying them is cheaper. */
+/* Whether a product may read the tensor's rows in place. Rows far apart would crowd into few sets
+ * of the caches: copying them is cheaper. */
 static inline bool rows_are_reals(const orch_view *view, int64_t columns)
 {
     return orchard_dtype_size(view->dtype) == sizeof(real) && view->column == 1 &&
@@ -146,7 +152,8 @@ static bool key_is_dead(const orch_attention *p, const orch_attention_task *task
             const int64_t at_mask = orch_row(mask, task->b, h, i) + j * mask->column;
             const int64_t at_bias = orch_row(bias, task->b, h, i) + j * bias->column;
             if ((!mask->present || orch_element_load(mask->dtype, mask->data, at_mask) != 0) &&
-                (!bias->present || orch_element_load(bias->dtype, bias->data, at_bias) != -INFINITY)) {
+                (!bias->present ||
+                 orch_element_load(bias->dtype, bias->data, at_bias) != -INFINITY)) {
                 return false;
             }
         }
@@ -154,13 +161,16 @@ static bool key_is_dead(const orch_attention *p, const orch_attention_task *task
     return true;
 }
 
-/* Keys [j0, j1) of k or v: in place where they are reals in rows, otherwise converted into `buffer`. A key
- * that mask or bias hide from every query becomes zeros if it is not finite: 0 * NaN would be NaN. */
+/* Keys [j0, j1) of k or v: in place where they are reals in rows, otherwise converted into
+ * `buffer`. A key that mask or bias hide from every query becomes zeros if it is not finite: 0 *
+ * NaN would be NaN. */
 static inline key_rows key_tile(const orch_attention *p, const orch_attention_task *task,
-                                const orch_view *view, int64_t columns, int64_t j0, int64_t j1, real *buffer)
+                                const orch_view *view, int64_t columns, int64_t j0, int64_t j1,
+                                real *buffer)
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
-    const char *from = view->data + orch_row(view, task->b, task->g, task->sequence.row_k + j0) * size;
+    const char *from =
+        view->data + orch_row(view, task->b, task->g, task->sequence.row_k + j0) * size;
     key_rows rows = {(const real *)from, view->row};
     if (!rows_are_reals(view, columns)) {
         copy_rows(buffer, columns, from, view->dtype, view->row, view->column, j1 - j0, columns);
@@ -170,9 +180,11 @@ static inline key_rows key_tile(const orch_attention *p, const orch_attention_ta
         return rows;
     }
     for (int64_t j = j0; j < j1; j++) {
-        if (!row_is_finite(rows.data + (j - j0) * rows.stride, columns) && key_is_dead(p, task, j)) {
+        if (!row_is_finite(rows.data + (j - j0) * rows.stride, columns) &&
+            key_is_dead(p, task, j)) {
             if (rows.data != buffer) {
-                copy_rows(buffer, columns, from, view->dtype, view->row, view->column, j1 - j0, columns);
+                copy_rows(buffer, columns, from, view->dtype, view->row, view->column, j1 - j0,
+                          columns);
                 rows = (key_rows){buffer, columns};
             }
             memset(buffer + (j - j0) * columns, 0, (size_t)columns * sizeof(real));
@@ -181,22 +193,26 @@ static inline key_rows key_tile(const orch_attention *p, const orch_attention_ta
     return rows;
 }
 
-/* Asks for part n of count of the next tile's rows, so that they arrive while this tile is computed. */
-static inline void prefetch_keys(const orch_view *view, const orch_attention_task *task, int64_t next,
-                                 int64_t end, int64_t block_keys, int64_t n, int64_t count)
+/* Asks for part n of count of the next tile's rows, so that they arrive while this tile is
+ * computed. */
+static inline void prefetch_keys(const orch_view *view, const orch_attention_task *task,
+                                 int64_t next, int64_t end, int64_t block_keys, int64_t n,
+                                 int64_t count)
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     const int64_t rows = end - next < block_keys ? end - next : block_keys;
     const int64_t bytes = view->row * size;
-    for (int64_t j = next + rows * n / count; view->column == 1 && j < next + rows * (n + 1) / count; j++) {
-        const char *row = view->data + orch_row(view, task->b, task->g, task->sequence.row_k + j) * size;
+    for (int64_t j = next + rows * n / count;
+         view->column == 1 && j < next + rows * (n + 1) / count; j++) {
+        const char *row =
+            view->data + orch_row(view, task->b, task->g, task->sequence.row_k + j) * size;
         for (int64_t at = 0; at < bytes && at < 256; at += 64) {
             __builtin_prefetch(row + at, 0, 2);
         }
     }
 }
 
-/* ---- Products -------------------------------------------------------------------------------------- */
+/* ---- Products -------------------------------------------------------------------------------- */
 
 /* scores[j][.] = k_j . q over `keys` rows of k. */
 ORCH_INLINE void score_product_of(real *scores, key_rows k, const real *q, int64_t D, int64_t keys,
@@ -204,16 +220,16 @@ ORCH_INLINE void score_product_of(real *scores, key_rows k, const real *q, int64
 {
     for (int64_t j = 0; j < keys; j += TILE_ROWS) {
         const int64_t rows = keys - j < TILE_ROWS ? keys - j : TILE_ROWS;
-#define BODY(count)                                                                        \
-    do {                                                                                   \
-        tile sum;                                                                          \
-        tile_multiply(&sum, count, vectors, k.data + j * k.stride, k.stride, 1, q, PANEL,  \
-                      D, 0, 1);                                                            \
-        for (int r = 0; r < count; r++) {                                                  \
-            for (int c = 0; c < vectors; c++) {                                            \
-                v_store(scores + (j + r) * PANEL + c * VW, sum.at[r][c]);                  \
-            }                                                                              \
-        }                                                                                  \
+#define BODY(count)                                                                             \
+    do {                                                                                        \
+        tile sum;                                                                               \
+        tile_multiply(&sum, count, vectors, k.data + j * k.stride, k.stride, 1, q, PANEL, D, 0, \
+                      1);                                                                       \
+        for (int r = 0; r < count; r++) {                                                       \
+            for (int c = 0; c < vectors; c++) {                                                 \
+                v_store(scores + (j + r) * PANEL + c * VW, sum.at[r][c]);                       \
+            }                                                                                   \
+        }                                                                                       \
     } while (0)
         TILE_FOR_ROWS(rows, BODY)
 #undef BODY
@@ -230,10 +246,12 @@ static inline void score_product(real *scores, key_rows k, const real *q, int64_
     }
 }
 
-/* sum[d][.] = sum[d][.] * factor + sum over keys of x(j,d) * weights[j][.]: out from v and p, dq from k and
- * ds. The block's own sum is made first and added once: a short chain into each long one. */
-ORCH_INLINE void weighted_rows_of(real *sum, key_rows x, const real *weights, const real factor[PANEL],
-                                  int64_t columns, int64_t keys, int vectors)
+/* sum[d][.] = sum[d][.] * factor + sum over keys of x(j,d) * weights[j][.]: out from v and p, dq
+ * from k and ds. The block's own sum is made first and added once: a short chain into each long
+ * one. */
+ORCH_INLINE void weighted_rows_of(real *sum, key_rows x, const real *weights,
+                                  const real factor[PANEL], int64_t columns, int64_t keys,
+                                  int vectors)
 {
     v_real scale[TILE_VECTORS];
     for (int c = 0; c < vectors; c++) {
@@ -241,25 +259,25 @@ ORCH_INLINE void weighted_rows_of(real *sum, key_rows x, const real *weights, co
     }
     for (int64_t d = 0; d < columns; d += TILE_ROWS) {
         const int64_t rows = columns - d < TILE_ROWS ? columns - d : TILE_ROWS;
-#define BODY(count)                                                                        \
-    do {                                                                                   \
-        tile t;                                                                            \
-        tile_multiply(&t, count, vectors, x.data + d, 1, x.stride, weights, PANEL, keys,   \
-                      0, 1);                                                               \
-        for (int r = 0; r < count; r++) {                                                  \
-            for (int c = 0; c < vectors; c++) {                                            \
-                real *at = sum + (d + r) * PANEL + c * VW;                                 \
-                v_store(at, v_fma(v_load(at), scale[c], t.at[r][c]));                      \
-            }                                                                              \
-        }                                                                                  \
+#define BODY(count)                                                                             \
+    do {                                                                                        \
+        tile t;                                                                                 \
+        tile_multiply(&t, count, vectors, x.data + d, 1, x.stride, weights, PANEL, keys, 0, 1); \
+        for (int r = 0; r < count; r++) {                                                       \
+            for (int c = 0; c < vectors; c++) {                                                 \
+                real *at = sum + (d + r) * PANEL + c * VW;                                      \
+                v_store(at, v_fma(v_load(at), scale[c], t.at[r][c]));                           \
+            }                                                                                   \
+        }                                                                                       \
     } while (0)
         TILE_FOR_ROWS(rows, BODY)
 #undef BODY
     }
 }
 
-static inline void weighted_rows(real *sum, key_rows x, const real *weights, const real factor[PANEL],
-                                 int64_t columns, int64_t keys, int vectors)
+static inline void weighted_rows(real *sum, key_rows x, const real *weights,
+                                 const real factor[PANEL], int64_t columns, int64_t keys,
+                                 int vectors)
 {
     if (vectors == 2) {
         weighted_rows_of(sum, x, weights, factor, columns, keys, 2);
@@ -268,7 +286,7 @@ static inline void weighted_rows(real *sum, key_rows x, const real *weights, con
     }
 }
 
-/* ---- Options --------------------------------------------------------------------------------------- */
+/* ---- Options --------------------------------------------------------------------------------- */
 
 /* Where each lane's row of bias or mask starts, at key j0. */
 static void score_rows(const char *row[PANEL], const panel *n, const orch_view *view,
@@ -276,15 +294,16 @@ static void score_rows(const char *row[PANEL], const panel *n, const orch_view *
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     for (int lane = 0; lane < PANEL; lane++) {
-        row[lane] = view->data +
-                    (orch_row(view, task->b, n->head[lane], n->query[lane]) + j0 * view->column) * size;
+        row[lane] =
+            view->data +
+            (orch_row(view, task->b, n->head[lane], n->query[lane]) + j0 * view->column) * size;
     }
 }
 
-/* Asks for what score_rows will need at keys [j0, j1): rows of bias are far apart, beyond what hardware
- * prefetches by itself. */
-static void prefetch_scores(const panel *n, const orch_view *view, const orch_attention_task *task,
-                            int64_t j0, int64_t j1)
+/* Asks for what score_rows will need at keys [j0, j1): rows of bias are far apart, beyond what
+ * hardware prefetches by itself. */
+static inline void prefetch_scores(const panel *n, const orch_view *view,
+                                   const orch_attention_task *task, int64_t j0, int64_t j1)
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     const char *row[PANEL];
@@ -311,7 +330,8 @@ static void apply_softcap(real *scores, int64_t count, real cap, real *slopes)
     }
 }
 
-static void apply_alibi(real *scores, const panel *n, const orch_sequence *s, int64_t j0, int64_t keys)
+static void apply_alibi(real *scores, const panel *n, const orch_sequence *s, int64_t j0,
+                        int64_t keys)
 {
     real distance[PANEL];
     for (int lane = 0; lane < PANEL; lane++) {
@@ -360,8 +380,8 @@ static void apply_ranges(real *scores, const panel *n, int64_t j0, int64_t j1)
     }
 }
 
-/* Everything after the product: -inf where a lane does not see a key. `block` and `slopes` (or NULL) are
- * scratch of the same size as scores. */
+/* Everything after the product: -inf where a lane does not see a key. `block` and `slopes` (or
+ * NULL) are scratch of the same size as scores. */
 static void score_options(real *scores, const orch_attention *p, const orch_attention_task *task,
                           const panel *n, int64_t j0, int64_t j1, real *block, real *slopes)
 {
@@ -389,8 +409,8 @@ static void score_options(real *scores, const orch_attention *p, const orch_atte
 
 /* Scores of the panel against keys [j0, j1), whose rows of k start at `k`. */
 static void panel_scores(real *scores, const orch_attention *p, const orch_attention_task *task,
-                         const panel *n, key_rows k, const real *q, int64_t j0, int64_t j1, real *block,
-                         real *slopes)
+                         const panel *n, key_rows k, const real *q, int64_t j0, int64_t j1,
+                         real *block, real *slopes)
 {
     score_product(scores, k, q, p->D, j1 - j0, n->vectors);
     for (int64_t j = 0; j < j1 - j0 && n->vectors == 1; j++) {
@@ -400,8 +420,8 @@ static void panel_scores(real *scores, const orch_attention *p, const orch_atten
     score_options(scores, p, task, n, j0, j1, block, slopes);
 }
 
-/* keep[j - j0][lane]: 1 / (1 - dropout) where the probability stays, 0 where it is dropped. Words come four
- * keys at a time: words[w] is key 4 * quad + w. */
+/* keep[j - j0][lane]: 1 / (1 - dropout) where the probability stays, 0 where it is dropped. Words
+ * come four keys at a time: words[w] is key 4 * quad + w. */
 static void dropout_block(real *keep, const orch_attention *p, const orch_attention_task *task,
                           const panel *n, int64_t j0, int64_t j1)
 {

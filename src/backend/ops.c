@@ -3,7 +3,8 @@
 #include "backend/backend.h"
 
 const orch_op_entry orch_op_entries[ORCH_OP_COUNT] = {
-    [ORCH_OP_attention_forward] = {"attention_forward", sizeof(orch_attention), orch_attention_forward_check},
+    [ORCH_OP_attention_forward] = {"attention_forward", sizeof(orch_attention),
+                                   orch_attention_forward_check},
     [ORCH_OP_attention_backward] = {"attention_backward", sizeof(orch_attention),
                                     orch_attention_backward_check},
 };

@@ -39,16 +39,18 @@ static orchard_status settle_threads(orchard_ctx *ctx, const orchard_ctx_opts *o
     const char *value = environment("ORCHARD_THREADS");
     long threads = opts->threads;
     if (threads < 0 || threads > ORCH_MAX_THREADS) {
-        return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: threads is %ld, must be 0 ... %d", threads,
-                         ORCH_MAX_THREADS);
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: threads is %ld, must be 0 ... %d",
+                         threads, ORCH_MAX_THREADS);
     }
     if (!threads && value) {
         char *end;
         errno = 0;
         threads = strtol(value, &end, 10);
         if (errno || *end || threads < 1 || threads > ORCH_MAX_THREADS) {
-            return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: ORCHARD_THREADS is \"%s\", must be 1 ... "
-                             "%d", value, ORCH_MAX_THREADS);
+            return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                             "ctx_create: ORCHARD_THREADS is \"%s\", must be 1 ... "
+                             "%d",
+                             value, ORCH_MAX_THREADS);
         }
     }
     if (!threads) {
@@ -69,12 +71,14 @@ static orchard_status settle_isa(orchard_ctx *ctx, const orchard_ctx_opts *opts)
             return ORCHARD_OK;
         }
         if (wanted && strcmp(wanted, orch_isa_names[isa]) == 0) {
-            return orch_fail(ORCHARD_ERROR_UNSUPPORTED, "ctx_create: %s is \"%s\", which this CPU cannot "
-                             "run", source, wanted);
+            return orch_fail(ORCHARD_ERROR_UNSUPPORTED,
+                             "ctx_create: %s is \"%s\", which this CPU cannot "
+                             "run",
+                             source, wanted);
         }
     }
-    return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: %s is \"%s\", must be avx2, neon or scalar",
-                     source, wanted);
+    return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                     "ctx_create: %s is \"%s\", must be avx2, neon or scalar", source, wanted);
 }
 
 /* Fills ctx->backends with those named in the comma-separated list, in the list's order. */
@@ -93,16 +97,21 @@ static orchard_status settle_backends(orchard_ctx *ctx, const orchard_ctx_opts *
         const orch_backend *found = NULL;
         for (int32_t i = 0; orch_backends[i] && !found; i++) {
             const char *name = orch_backends[i]->name;
-            found = strlen(name) == length && memcmp(name, at, length) == 0 ? orch_backends[i] : NULL;
+            found =
+                strlen(name) == length && memcmp(name, at, length) == 0 ? orch_backends[i] : NULL;
         }
         if (!found) {
-            return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: %s is \"%s\": this build has no backend "
-                             "\"%.*s\"", source, list, length > 64 ? 64 : (int)length, at);
+            return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                             "ctx_create: %s is \"%s\": this build has no backend "
+                             "\"%.*s\"",
+                             source, list, length > 64 ? 64 : (int)length, at);
         }
         for (int32_t i = 0; i < ctx->backend_count; i++) {
             if (ctx->backends[i] == found) {
-                return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: %s is \"%s\": \"%s\" stands there "
-                                 "twice", source, list, found->name);
+                return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                                 "ctx_create: %s is \"%s\": \"%s\" stands there "
+                                 "twice",
+                                 source, list, found->name);
             }
         }
         ctx->backends[ctx->backend_count++] = found;
@@ -122,9 +131,11 @@ orchard_status orchard_ctx_create_version(orchard_ctx **out, const orchard_ctx_o
     }
     *out = NULL;
     if (header_version < 1 || header_version / 10000 > ORCHARD_VERSION_MAJOR) {
-        return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: the program was built with header version "
-                         "%d.%d.%d, this library is %s", (int)header_version / 10000,
-                         (int)header_version / 100 % 100, (int)header_version % 100, orchard_version());
+        return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                         "ctx_create: the program was built with header version "
+                         "%d.%d.%d, this library is %s",
+                         (int)header_version / 10000, (int)header_version / 100 % 100,
+                         (int)header_version % 100, orchard_version());
     }
     opts = opts ? opts : &defaults;
     if (opts->strict < -1 || opts->strict > 1) {
@@ -179,7 +190,8 @@ void *orch_scratch(orchard_ctx *ctx, size_t bytes)
         return NULL;
     }
     if (ctx->scratch_bytes < needed) {
-        /* Free first: the old contents are not wanted, and both blocks at once would double the peak. */
+        /* Free first: the old contents are not wanted, and both blocks at once would double the
+         * peak. */
         if (ctx->scratch) {
             ctx->alloc(ctx->alloc_user, ctx->scratch, ctx->scratch_bytes, 0);
         }
@@ -193,8 +205,8 @@ void *orch_scratch(orchard_ctx *ctx, size_t bytes)
     return (char *)ctx->scratch + (SCRATCH_ALIGN - address % SCRATCH_ALIGN) % SCRATCH_ALIGN;
 }
 
-void orch_args_import(const orchard_ctx *ctx, void *full, const void *args, const orch_layout *layouts,
-                      int32_t layout_count)
+void orch_args_import(const orchard_ctx *ctx, void *full, const void *args,
+                      const orch_layout *layouts, int32_t layout_count)
 {
     size_t size = layouts[0].size;
     for (int32_t i = 1; i < layout_count && layouts[i].since_version <= ctx->header_version; i++) {

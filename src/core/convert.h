@@ -1,6 +1,6 @@
-/* fp16 and bf16 in plain integer code: what the vector conversions of src/simd must equal bit for bit.
- * Rounding is to nearest, ties to even; every NaN becomes the canonical quiet one (0x7fc00000 and its
- * shorter forms), since x86 and Arm disagree on which NaN an operation makes. */
+/* fp16 and bf16 in plain integer code: what the vector conversions of src/simd must equal bit for
+ * bit. Rounding is to nearest, ties to even; every NaN becomes the canonical quiet one (0x7fc00000
+ * and its shorter forms), since x86 and Arm disagree on which NaN an operation makes. */
 #ifndef ORCH_CONVERT_H
 #define ORCH_CONVERT_H
 
@@ -50,7 +50,8 @@ static inline uint16_t orch_f32_to_bf16(float value)
 
 static inline float orch_f16_to_f32(uint16_t half)
 {
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31,
+             mantissa = half & 1023;
     if (exponent == 31) {
         return orch_f32_bits(sign | 0x7f800000u | (mantissa ? 0x400000u | mantissa << 13 : 0));
     }
@@ -70,7 +71,8 @@ static inline uint16_t orch_f32_to_f16(float value)
     if (magnitude >= 0x47800000u) { /* 65536 and more; 65520 ... 65535 round up to it below */
         return (uint16_t)(sign | 0x7c00);
     }
-    if (magnitude < 0x38800000u) { /* below 2^-14: adding 0.5 leaves the subnormal's bits, rounded */
+    if (magnitude <
+        0x38800000u) { /* below 2^-14: adding 0.5 leaves the subnormal's bits, rounded */
         float shifted = orch_f32_bits(magnitude) + 0.5f;
         return (uint16_t)(sign | (orch_bits_f32(shifted) - 0x3f000000u));
     }

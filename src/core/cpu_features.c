@@ -33,13 +33,17 @@ static bool has_avx2(void)
 bool orch_isa_runs(orch_isa isa)
 {
     switch (isa) {
-    case ORCH_ISA_SCALAR: return true;
+    case ORCH_ISA_SCALAR:
+        return true;
 #if defined(__x86_64__)
-    case ORCH_ISA_AVX2: return has_avx2();
+    case ORCH_ISA_AVX2:
+        return has_avx2();
 #elif defined(__aarch64__)
-    case ORCH_ISA_NEON: return true;
+    case ORCH_ISA_NEON:
+        return true;
 #endif
-    default: return false;
+    default:
+        return false;
     }
 }
 

@@ -13,8 +13,8 @@ extern const char *const orch_isa_names[ORCH_ISA_COUNT];
 /* Asks CPU and operating system. Scalar always runs. */
 bool orch_isa_runs(orch_isa isa);
 
-/* Puts the calling thread's floating-point mode to round-to-nearest with subnormals kept and returns the
- * mode it had: results must not depend on what the host program switched on. */
+/* Puts the calling thread's floating-point mode to round-to-nearest with subnormals kept and
+ * returns the mode it had: results must not depend on what the host program switched on. */
 uint64_t orch_float_mode_enter(void);
 void orch_float_mode_leave(uint64_t mode);
 

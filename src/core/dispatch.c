@@ -1,5 +1,6 @@
-/* For each allowed backend in order: plan, find scratch, run; record what happened; go on to the next one
- * when it said no. Explain asks the same plans and stops there, so it cannot tell another story. */
+/* For each allowed backend in order: plan, find scratch, run; record what happened; go on to the
+ * next one when it said no. Explain asks the same plans and stops there, so it cannot tell another
+ * story. */
 #include "core/dispatch.h"
 
 #include <stdalign.h>
@@ -19,16 +20,20 @@ static const char *ask(const orch_backend *backend, const orch_call *call, size_
     return slot ? slot->plan(call, scratch_bytes) : not_implemented;
 }
 
-static void debug_line(const orchard_ctx *ctx, orch_op op, const orch_backend *backend, const char *what)
+static void debug_line(const orchard_ctx *ctx, orch_op op, const orch_backend *backend,
+                       const char *what)
 {
     if (ctx->debug) {
         fprintf(stderr, "orchard: %s on %s%s%s: %s\n", orch_op_entries[op].name, backend->name,
-                backend->uses_isa ? " " : "", backend->uses_isa ? orch_isa_names[ctx->isa] : "", what);
+                backend->uses_isa ? " " : "", backend->uses_isa ? orch_isa_names[ctx->isa] : "",
+                what);
     }
 }
 
-/* One backend's try. *reason is set, and ORCHARD_OK returned, when the next one may have the call. */
-static orchard_status attempt(const orch_backend *backend, const orch_call *call, const char **reason)
+/* One backend's try. *reason is set, and ORCHARD_OK returned, when the next one may have the call.
+ */
+static orchard_status attempt(const orch_backend *backend, const orch_call *call,
+                              const char **reason)
 {
     size_t scratch_bytes;
     *reason = ask(backend, call, &scratch_bytes);
@@ -46,11 +51,15 @@ static orchard_status attempt(const orch_backend *backend, const orch_call *call
     return status;
 }
 
-static orchard_status no_backend(const orch_call *call, const orch_backend *backend, const char *reason)
+static orchard_status no_backend(const orch_call *call, const orch_backend *backend,
+                                 const char *reason)
 {
-    return orch_fail(reason == no_scratch ? ORCHARD_ERROR_MEMORY : ORCHARD_ERROR_UNSUPPORTED, "%s: %s did "
-                     "not take the call (%s)%s", orch_op_entries[call->op].name, backend->name, reason,
-                     call->ctx->strict ? " and strict forbids a fallback" : " and no other backend is left");
+    return orch_fail(reason == no_scratch ? ORCHARD_ERROR_MEMORY : ORCHARD_ERROR_UNSUPPORTED,
+                     "%s: %s did "
+                     "not take the call (%s)%s",
+                     orch_op_entries[call->op].name, backend->name, reason,
+                     call->ctx->strict ? " and strict forbids a fallback"
+                                       : " and no other backend is left");
 }
 
 orchard_status orch_dispatch(orchard_ctx *ctx, orch_op op, const void *args)
@@ -84,7 +93,10 @@ orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *arg
     alignas(max_align_t) unsigned char problem[ORCH_MAX_PROBLEM_SIZE];
     if (!ctx || !op || !args || !explanation) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "explain: %s is NULL",
-                         !ctx ? "ctx" : !op ? "op" : !args ? "args" : "explanation");
+                         !ctx    ? "ctx"
+                         : !op   ? "op"
+                         : !args ? "args"
+                                 : "explanation");
     }
     int found = 0;
     while (found < ORCH_OP_COUNT && strcmp(op, orch_op_entries[found].name) != 0) {

@@ -16,17 +16,18 @@ typedef struct orch_call {
 
 /* A backend's way to do one operation. */
 typedef struct orch_slot {
-    /* NULL: yes, with *scratch_bytes set. Otherwise why not, a string that lives as long as the process.
-     * Must not write anything else: explain calls it too. */
+    /* NULL: yes, with *scratch_bytes set. Otherwise why not, a string that lives as long as the
+     * process. Must not write anything else: explain calls it too. */
     const char *(*plan)(const orch_call *call, size_t *scratch_bytes);
-    /* Runs with that much scratch, aligned to 64. Before it commits it may fail, with nothing written. */
+    /* Runs with that much scratch, aligned to 64. Before it commits it may fail, with nothing
+     * written. */
     orchard_status (*run)(const orch_call *call, void *scratch);
 } orch_slot;
 
 typedef struct orch_backend {
     const char *name;
-    int32_t index; /* place in orch_backends, for the report */
-    bool uses_isa; /* whether the context's instruction set matters to it */
+    int32_t index;                         /* place in orch_backends, for the report */
+    bool uses_isa;                         /* whether the context's instruction set matters to it */
     const orch_slot *slots[ORCH_OP_COUNT]; /* NULL: not implemented here */
 } orch_backend;
 

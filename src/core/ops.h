@@ -1,5 +1,6 @@
-/* The one list of operations. A line here makes the enum value, the name that explain and report use, and
- * a row in every backend's table; the build does not link until the room has an entry in backend/ops.c. */
+/* The one list of operations. A line here makes the enum value, the name that explain and report
+ * use, and a row in every backend's table; the build does not link until the room has an entry in
+ * backend/ops.c. */
 #ifndef ORCH_OPS_H
 #define ORCH_OPS_H
 

@@ -1,5 +1,5 @@
-/* Philox4x32-10 of Random123 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3",
- * SC11), one counter at a time: the judge of the vector version in src/simd/simd_math.h. */
+/* Philox4x32-10 of Random123 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1,
+ * 2, 3", SC11), one counter at a time: the judge of the vector version in src/simd/simd_math.h. */
 #ifndef ORCH_PHILOX_H
 #define ORCH_PHILOX_H
 
@@ -13,7 +13,8 @@
 static inline void orch_philox4x32(uint32_t counter[4], uint32_t key0, uint32_t key1)
 {
     for (int round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)ORCH_PHILOX_M0 * counter[0], b = (uint64_t)ORCH_PHILOX_M1 * counter[2];
+        uint64_t a = (uint64_t)ORCH_PHILOX_M0 * counter[0],
+                 b = (uint64_t)ORCH_PHILOX_M1 * counter[2];
         uint32_t c1 = counter[1], c3 = counter[3];
         counter[0] = (uint32_t)(b >> 32) ^ c1 ^ key0;
         counter[1] = (uint32_t)b;

@@ -1,5 +1,6 @@
-/* A fixed table of atomic counters: no lock, so that any thread may count and a fork needs no care. A row is
- * claimed by putting its key in place with compare-and-swap and never changes afterwards. */
+/* Fixed tables of atomic counters, without a lock: any thread may count at any time, and a fork
+ * needs no care. A reason's row is claimed by putting the reason in place with one
+ * compare-and-swap; reasons are few and their addresses fixed, so they are compared by address. */
 #include "core/report.h"
 
 #include <stdatomic.h>
@@ -8,52 +9,65 @@
 
 #include "core/dispatch.h"
 
-#define ROWS 256
+#define REASONS 8
 
-/* Reasons are few and their addresses fixed, so (op, backend, reason) is compared by address. */
-static struct {
+typedef struct counter {
     _Atomic(const char *) reason;
-    atomic_int owner; /* 0: free; otherwise 1 + op * ORCHARD_MAX_BACKENDS + backend; -1: being filled */
     atomic_uint_fast64_t count;
-} rows[ROWS];
+} counter;
+
+/* Of one operation on one backend: how often it ran, and why it did not. */
+static struct {
+    atomic_uint_fast64_t ran;
+    counter refused[REASONS];
+} counters[ORCH_OP_COUNT][ORCHARD_MAX_BACKENDS];
+
+static const char other_reasons[] = "other reasons";
 
 void orch_report_count(orch_op op, int backend_index, const char *reason)
 {
-    const int owner = 1 + (int)op * ORCHARD_MAX_BACKENDS + backend_index;
-    for (int i = 0; i < ROWS; i++) {
-        int seen = 0;
-        if (atomic_compare_exchange_strong(&rows[i].owner, &seen, -1)) {
-            atomic_store(&rows[i].reason, reason);
-            atomic_store(&rows[i].owner, owner);
-            seen = owner;
-        }
-        while (seen == -1) { /* another thread is between the two stores above */
-            seen = atomic_load(&rows[i].owner);
-        }
-        if (seen == owner && atomic_load(&rows[i].reason) == reason) {
-            atomic_fetch_add_explicit(&rows[i].count, 1, memory_order_relaxed);
+    if (!reason) {
+        atomic_fetch_add_explicit(&counters[op][backend_index].ran, 1, memory_order_relaxed);
+        return;
+    }
+    for (int i = 0; i < REASONS; i++) {
+        counter *at = &counters[op][backend_index].refused[i];
+        const char *seen = NULL, *wanted = i < REASONS - 1 ? reason : other_reasons;
+        if (atomic_compare_exchange_strong(&at->reason, &seen, wanted) || seen == wanted) {
+            atomic_fetch_add_explicit(&at->count, 1, memory_order_relaxed);
             return;
         }
     }
 }
 
+/* Appends a line if there is anything to tell and room for it; counts it in any case. */
+static void add_line(orchard_report_line *lines, int64_t capacity, int64_t *count,
+                     orchard_report_line line)
+{
+    if (line.count == 0) {
+        return;
+    }
+    if (lines && *count < capacity) {
+        lines[*count] = line;
+    }
+    ++*count;
+}
+
 int64_t orchard_report(orchard_report_line *lines, int64_t capacity)
 {
     int64_t count = 0;
-    for (int i = 0; i < ROWS; i++) {
-        int owner = atomic_load(&rows[i].owner);
-        if (owner <= 0) {
-            continue;
+    for (int op = 0; op < ORCH_OP_COUNT; op++) {
+        for (int b = 0; orch_backends[b]; b++) {
+            orchard_report_line line = {.op = orch_op_entries[op].name,
+                                        .backend = orch_backends[b]->name};
+            line.count = atomic_load(&counters[op][b].ran);
+            add_line(lines, capacity, &count, line);
+            for (int i = 0; i < REASONS; i++) {
+                line.reason = atomic_load(&counters[op][b].refused[i].reason);
+                line.count = atomic_load(&counters[op][b].refused[i].count);
+                add_line(lines, capacity, &count, line);
+            }
         }
-        if (lines && count < capacity) {
-            lines[count] = (orchard_report_line){
-                .op = orch_op_entries[(owner - 1) / ORCHARD_MAX_BACKENDS].name,
-                .backend = orch_backends[(owner - 1) % ORCHARD_MAX_BACKENDS]->name,
-                .reason = atomic_load(&rows[i].reason),
-                .count = atomic_load(&rows[i].count),
-            };
-        }
-        count++;
     }
     return count;
 }

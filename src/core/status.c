@@ -23,17 +23,28 @@ const char *orchard_last_error(void)
 const char *orchard_status_name(orchard_status status)
 {
     switch (status) {
-    case ORCHARD_OK: return "ok";
-    case ORCHARD_ERROR_ARGUMENT: return "argument";
-    case ORCHARD_ERROR_SHAPE: return "shape";
-    case ORCHARD_ERROR_DTYPE: return "dtype";
-    case ORCHARD_ERROR_LAYOUT: return "layout";
-    case ORCHARD_ERROR_UNSUPPORTED: return "unsupported";
-    case ORCHARD_ERROR_MEMORY: return "memory";
-    case ORCHARD_ERROR_DEVICE: return "device";
-    case ORCHARD_ERROR_COMPILE: return "compile";
-    case ORCHARD_ERROR_IO: return "io";
-    case ORCHARD_ERROR_INTERNAL: return "internal";
+    case ORCHARD_OK:
+        return "ok";
+    case ORCHARD_ERROR_ARGUMENT:
+        return "argument";
+    case ORCHARD_ERROR_SHAPE:
+        return "shape";
+    case ORCHARD_ERROR_DTYPE:
+        return "dtype";
+    case ORCHARD_ERROR_LAYOUT:
+        return "layout";
+    case ORCHARD_ERROR_UNSUPPORTED:
+        return "unsupported";
+    case ORCHARD_ERROR_MEMORY:
+        return "memory";
+    case ORCHARD_ERROR_DEVICE:
+        return "device";
+    case ORCHARD_ERROR_COMPILE:
+        return "compile";
+    case ORCHARD_ERROR_IO:
+        return "io";
+    case ORCHARD_ERROR_INTERNAL:
+        return "internal";
     }
     return "unknown";
 }

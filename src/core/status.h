@@ -9,12 +9,12 @@ orchard_status orch_fail(orchard_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
 /* Passes a failure on. */
-#define ORCH_TRY(call)                                  \
-    do {                                                \
-        orchard_status orch_try_status = (call);        \
-        if (orch_try_status != ORCHARD_OK) {            \
-            return orch_try_status;                     \
-        }                                               \
+#define ORCH_TRY(call)                           \
+    do {                                         \
+        orchard_status orch_try_status = (call); \
+        if (orch_try_status != ORCHARD_OK) {     \
+            return orch_try_status;              \
+        }                                        \
     } while (0)
 
 #endif

@@ -11,9 +11,9 @@ static const struct {
     const char *name;
     size_t size;
 } dtypes[] = {
-    [ORCHARD_F64] = {"f64", 8}, [ORCHARD_F32] = {"f32", 4},   [ORCHARD_F16] = {"f16", 2},
+    [ORCHARD_F64] = {"f64", 8},   [ORCHARD_F32] = {"f32", 4}, [ORCHARD_F16] = {"f16", 2},
     [ORCHARD_BF16] = {"bf16", 2}, [ORCHARD_I64] = {"i64", 8}, [ORCHARD_I32] = {"i32", 4},
-    [ORCHARD_I16] = {"i16", 2}, [ORCHARD_I8] = {"i8", 1},     [ORCHARD_U8] = {"u8", 1},
+    [ORCHARD_I16] = {"i16", 2},   [ORCHARD_I8] = {"i8", 1},   [ORCHARD_U8] = {"u8", 1},
     [ORCHARD_BOOL] = {"bool", 1},
 };
 
@@ -74,7 +74,8 @@ static bool is_empty(const orchard_tensor *tensor)
     return false;
 }
 
-/* Bytes from the first element's first byte to the last element's last; sizes and strides were checked. */
+/* Bytes from the first element's first byte to the last element's last; sizes and strides were
+ * checked. */
 static uint64_t extent(const orchard_tensor *tensor)
 {
     if (is_empty(tensor)) {
@@ -98,26 +99,30 @@ orchard_status orch_tensor_check(const char *op, const char *name, const orchard
                          (int)tensor->rank, ORCHARD_MAX_RANK);
     }
     if (tensor->buffer || tensor->offset) {
-        return orch_fail(ORCHARD_ERROR_UNSUPPORTED, "%s: %s lies in a buffer; this build has no device "
-                         "that makes one", op, name);
+        return orch_fail(ORCHARD_ERROR_UNSUPPORTED,
+                         "%s: %s lies in a buffer; this build has no device "
+                         "that makes one",
+                         op, name);
     }
     uint64_t span = 0;
     const uint64_t limit = (uint64_t)INT64_MAX / orchard_dtype_size(tensor->dtype);
     for (int32_t i = 0; i < tensor->rank; i++) {
         if (tensor->size[i] < 0) {
-            return orch_fail(ORCHARD_ERROR_SHAPE, "%s: %s has size %" PRId64 " in dimension %d", op, name,
-                             tensor->size[i], (int)i);
+            return orch_fail(ORCHARD_ERROR_SHAPE, "%s: %s has size %" PRId64 " in dimension %d", op,
+                             name, tensor->size[i], (int)i);
         }
         if (tensor->stride[i] < 0) {
-            return orch_fail(ORCHARD_ERROR_LAYOUT, "%s: %s has stride %" PRId64 " in dimension %d; strides "
-                             "are not negative", op, name, tensor->stride[i], (int)i);
+            return orch_fail(ORCHARD_ERROR_LAYOUT,
+                             "%s: %s has stride %" PRId64 " in dimension %d; strides "
+                             "are not negative",
+                             op, name, tensor->stride[i], (int)i);
         }
     }
     for (int32_t i = 0; i < tensor->rank && !is_empty(tensor); i++) {
         uint64_t steps = (uint64_t)tensor->size[i] - 1, stride = (uint64_t)tensor->stride[i];
         if ((stride && steps > limit / stride) || span + steps * stride >= limit) {
-            return orch_fail(ORCHARD_ERROR_SHAPE, "%s: %s reaches beyond 2^63 bytes in dimension %d", op,
-                             name, (int)i);
+            return orch_fail(ORCHARD_ERROR_SHAPE,
+                             "%s: %s reaches beyond 2^63 bytes in dimension %d", op, name, (int)i);
         }
         span += steps * stride;
     }
@@ -126,8 +131,8 @@ orchard_status orch_tensor_check(const char *op, const char *name, const orchard
             return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s has no data pointer", op, name);
         }
         if ((uintptr_t)tensor->data % orchard_dtype_size(tensor->dtype)) {
-            return orch_fail(ORCHARD_ERROR_LAYOUT, "%s: %s is not aligned to its %zu-byte elements", op,
-                             name, orchard_dtype_size(tensor->dtype));
+            return orch_fail(ORCHARD_ERROR_LAYOUT, "%s: %s is not aligned to its %zu-byte elements",
+                             op, name, orchard_dtype_size(tensor->dtype));
         }
     }
     return ORCHARD_OK;
@@ -150,7 +155,8 @@ static int32_t by_stride(const orchard_tensor *tensor, int32_t order[ORCHARD_MAX
     return count;
 }
 
-orchard_status orch_tensor_check_distinct(const char *op, const char *name, const orchard_tensor *tensor)
+orchard_status orch_tensor_check_distinct(const char *op, const char *name,
+                                          const orchard_tensor *tensor)
 {
     /* Enough, not necessary: each stride steps over all that the smaller ones reach. */
     int32_t order[ORCHARD_MAX_RANK];
@@ -159,17 +165,20 @@ orchard_status orch_tensor_check_distinct(const char *op, const char *name, cons
     for (int32_t i = 0; i < count && !is_empty(tensor); i++) {
         uint64_t stride = (uint64_t)tensor->stride[order[i]];
         if (stride <= reach) {
-            return orch_fail(ORCHARD_ERROR_LAYOUT, "%s: %s is an output whose elements share memory (size "
-                             "%" PRId64 " with stride %" PRId64 " in dimension %d)", op, name,
-                             tensor->size[order[i]], tensor->stride[order[i]], (int)order[i]);
+            return orch_fail(ORCHARD_ERROR_LAYOUT,
+                             "%s: %s is an output whose elements share memory (size "
+                             "%" PRId64 " with stride %" PRId64 " in dimension %d)",
+                             op, name, tensor->size[order[i]], tensor->stride[order[i]],
+                             (int)order[i]);
         }
         reach += stride * (uint64_t)(tensor->size[order[i]] - 1);
     }
     return ORCHARD_OK;
 }
 
-/* Views of one block, such as q, k and v inside [B,T,3,H,D], interleave without meeting: if every stride of
- * both is a multiple of `period` or moves less than it, each view stays inside one window of each period. */
+/* Views of one block, such as q, k and v inside [B,T,3,H,D], interleave without meeting: if every
+ * stride of both is a multiple of `period` or moves less than it, each view stays inside one window
+ * of each period. */
 static bool interleaved_apart(const orchard_tensor *a, const orchard_tensor *b)
 {
     const uint64_t element = orchard_dtype_size(a->dtype);
@@ -204,31 +213,45 @@ static bool interleaved_apart(const orchard_tensor *a, const orchard_tensor *b)
     return false;
 }
 
-orchard_status orch_tensor_check_apart(const char *op, const char *out_name, const orchard_tensor *out,
-                                       const char *other_name, const orchard_tensor *other)
+orchard_status orch_tensor_check_apart(const char *op, const char *out_name,
+                                       const orchard_tensor *out, const char *other_name,
+                                       const orchard_tensor *other)
 {
     const uint64_t a = (uint64_t)(uintptr_t)out->data, b = (uint64_t)(uintptr_t)other->data;
     const uint64_t bytes_a = extent(out), bytes_b = extent(other);
-    if (!bytes_a || !bytes_b || a + bytes_a <= b || b + bytes_b <= a || interleaved_apart(out, other)) {
+    if (!bytes_a || !bytes_b || a + bytes_a <= b || b + bytes_b <= a ||
+        interleaved_apart(out, other)) {
         return ORCHARD_OK;
     }
-    return orch_fail(ORCHARD_ERROR_LAYOUT, "%s: output %s overlaps %s in memory", op, out_name, other_name);
+    return orch_fail(ORCHARD_ERROR_LAYOUT, "%s: output %s overlaps %s in memory", op, out_name,
+                     other_name);
 }
 
 double orch_element_load(orchard_dtype dtype, const void *data, int64_t index)
 {
     switch (dtype) {
-    case ORCHARD_F64: return ((const double *)data)[index];
-    case ORCHARD_F32: return ((const float *)data)[index];
-    case ORCHARD_F16: return orch_f16_to_f32(((const uint16_t *)data)[index]);
-    case ORCHARD_BF16: return orch_bf16_to_f32(((const uint16_t *)data)[index]);
-    case ORCHARD_I64: return (double)((const int64_t *)data)[index];
-    case ORCHARD_I32: return ((const int32_t *)data)[index];
-    case ORCHARD_I16: return ((const int16_t *)data)[index];
-    case ORCHARD_I8: return ((const int8_t *)data)[index];
-    case ORCHARD_U8: return ((const uint8_t *)data)[index];
-    case ORCHARD_BOOL: return ((const uint8_t *)data)[index] != 0;
-    case ORCHARD_DTYPE_NONE: break;
+    case ORCHARD_F64:
+        return ((const double *)data)[index];
+    case ORCHARD_F32:
+        return ((const float *)data)[index];
+    case ORCHARD_F16:
+        return orch_f16_to_f32(((const uint16_t *)data)[index]);
+    case ORCHARD_BF16:
+        return orch_bf16_to_f32(((const uint16_t *)data)[index]);
+    case ORCHARD_I64:
+        return (double)((const int64_t *)data)[index];
+    case ORCHARD_I32:
+        return ((const int32_t *)data)[index];
+    case ORCHARD_I16:
+        return ((const int16_t *)data)[index];
+    case ORCHARD_I8:
+        return ((const int8_t *)data)[index];
+    case ORCHARD_U8:
+        return ((const uint8_t *)data)[index];
+    case ORCHARD_BOOL:
+        return ((const uint8_t *)data)[index] != 0;
+    case ORCHARD_DTYPE_NONE:
+        break;
     }
     return 0;
 }

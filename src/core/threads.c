@@ -1,7 +1,8 @@
-/* The thread pool. Workers sleep on a condition variable after a bounded spin; a job is a body called once
- * per participant, and participants take tasks from one atomic counter. One job at a time: a caller that
- * finds the pool busy runs its tasks alone, which is right when several threads use Orchard at once.
- * A forked child starts with no workers and makes new ones when it needs them. */
+/* The thread pool. Workers sleep on a condition variable after a bounded spin; a job is a body
+ * called once per participant, and participants take tasks from one atomic counter. One job at a
+ * time: a caller that finds the pool busy runs its tasks alone, which is right when several threads
+ * use Orchard at once. A forked child starts with no workers and makes new ones when it needs them.
+ */
 #include "core/threads.h"
 
 #include <pthread.h>
@@ -37,8 +38,8 @@ static void participate(int64_t begin, int64_t end, void *arg)
 }
 
 static struct {
-    pthread_mutex_t busy;  /* held for the length of a job */
-    pthread_mutex_t lock;  /* guards sleeping and waking */
+    pthread_mutex_t busy; /* held for the length of a job */
+    pthread_mutex_t lock; /* guards sleeping and waking */
     pthread_cond_t wake;
     pthread_cond_t done;
     pthread_t threads[ORCH_MAX_THREADS];

@@ -2,24 +2,32 @@
 #ifndef ORCH_PACK_H
 #define ORCH_PACK_H
 
+#include <math.h>
+
 #include <orchard/core.h>
 
 #include "simd/tile.h"
 
-/* Panels hold TILE_WIDTH rows of a tensor, transposed: element (row i, column c) at panel[c*TILE_WIDTH + i]. */
+/* Panels hold TILE_WIDTH rows of a tensor, transposed: element (row i, column c) at
+ * panel[c*TILE_WIDTH + i]. */
 #define PANEL TILE_WIDTH
 
 ORCH_INLINE real load_real(const char *p, orchard_dtype dtype)
 {
     switch (dtype) {
 #if defined(ORCH_REAL_F32)
-    case ORCHARD_F32: return *(const float *)p;
-    case ORCHARD_F16: return orch_f16_to_f32(*(const uint16_t *)p);
-    case ORCHARD_BF16: return orch_bf16_to_f32(*(const uint16_t *)p);
+    case ORCHARD_F32:
+        return *(const float *)p;
+    case ORCHARD_F16:
+        return orch_f16_to_f32(*(const uint16_t *)p);
+    case ORCHARD_BF16:
+        return orch_bf16_to_f32(*(const uint16_t *)p);
 #else
-    case ORCHARD_F64: return *(const double *)p;
+    case ORCHARD_F64:
+        return *(const double *)p;
 #endif
-    default: return *(const uint8_t *)p != 0; /* ORCHARD_BOOL */
+    default:
+        return *(const uint8_t *)p != 0; /* ORCHARD_BOOL */
     }
 }
 
@@ -27,20 +35,26 @@ ORCH_INLINE v_real load_vector(const char *p, orchard_dtype dtype)
 {
     switch (dtype) {
 #if defined(ORCH_REAL_F32)
-    case ORCHARD_F32: return v_load((const float *)p);
-    case ORCHARD_F16: return v_load_f16((const uint16_t *)p);
-    case ORCHARD_BF16: return v_load_bf16((const uint16_t *)p);
+    case ORCHARD_F32:
+        return v_load((const float *)p);
+    case ORCHARD_F16:
+        return v_load_f16((const uint16_t *)p);
+    case ORCHARD_BF16:
+        return v_load_bf16((const uint16_t *)p);
 #else
-    case ORCHARD_F64: return v_load((const double *)p);
+    case ORCHARD_F64:
+        return v_load((const double *)p);
 #endif
-    default: return v_load_u8((const uint8_t *)p); /* ORCHARD_BOOL */
+    default:
+        return v_load_u8((const uint8_t *)p); /* ORCHARD_BOOL */
     }
 }
 
-/* A transposed panel of columns [0, columns) times `scale`, from rows that start at row[0 ... PANEL-1] (NULL:
- * a row of zeros) and have `stride` elements between columns; stored, or added to what is there. */
-ORCH_INLINE void pack_panel_of(real *panel, const char *const row[PANEL], orchard_dtype dtype, size_t size,
-                               int64_t stride, int64_t columns, real scale, bool add)
+/* A transposed panel of columns [0, columns) times `scale`, from rows that start at row[0 ...
+ * PANEL-1] (NULL: a row of zeros) and have `stride` elements between columns; stored, or added to
+ * what is there. */
+ORCH_INLINE void pack_panel_of(real *panel, const char *const row[PANEL], orchard_dtype dtype,
+                               size_t size, int64_t stride, int64_t columns, real scale, bool add)
 {
     const v_real factor = v_set1(scale);
     for (int half = 0; half < PANEL; half += VW) {
@@ -71,8 +85,9 @@ ORCH_INLINE void pack_panel_of(real *panel, const char *const row[PANEL], orchar
 }
 
 /* Rows as they are: dst[i*width + c] for `rows` rows of `columns` elements, zeros up to `width`. */
-ORCH_INLINE void copy_rows_of(real *dst, int64_t width, const char *src, orchard_dtype dtype, size_t size,
-                              int64_t row_stride, int64_t stride, int64_t rows, int64_t columns)
+ORCH_INLINE void copy_rows_of(real *dst, int64_t width, const char *src, orchard_dtype dtype,
+                              size_t size, int64_t row_stride, int64_t stride, int64_t rows,
+                              int64_t columns)
 {
     for (int64_t i = 0; i < rows; i++) {
         const char *from = src + i * row_stride * (int64_t)size;
@@ -90,15 +105,20 @@ ORCH_INLINE void copy_rows_of(real *dst, int64_t width, const char *src, orchard
     }
 }
 
-/* Stores `columns` reals as a row of the tensor. NaNs leave in canonical form. */
-ORCH_INLINE void store_row_of(char *dst, orchard_dtype dtype, size_t size, int64_t stride, const real *src,
-                              int64_t columns)
+/* NaNs leave in canonical form. */
+ORCH_INLINE v_real v_canonical(v_real a)
+{
+    return v_select(v_equal(a, a), a, v_set1((real)orch_canonical_f64(NAN)));
+}
+
+/* Stores `columns` reals as a row of the tensor. */
+ORCH_INLINE void store_row_of(char *dst, orchard_dtype dtype, size_t size, int64_t stride,
+                              const real *src, int64_t columns)
 {
     int64_t c = 0;
     (void)dtype;
     for (; stride == 1 && c + VW <= columns; c += VW) {
-        v_real a = v_load(src + c);
-        a = v_select(v_equal(a, a), a, v_set1((real)orch_canonical_f64(NAN)));
+        const v_real a = v_canonical(v_load(src + c));
 #if defined(ORCH_REAL_F32)
         if (dtype == ORCHARD_F16) {
             v_store_f16((uint16_t *)dst + c, a);
@@ -133,7 +153,8 @@ ORCH_INLINE void store_row_of(char *dst, orchard_dtype dtype, size_t size, int64
     }
 }
 
-/* Rows [0, PANEL) out of a transposed panel, times factor[row]: the opposite of pack_panel, into `rows`. */
+/* Rows [0, PANEL) out of a transposed panel, times factor[row]: the opposite of pack_panel, into
+ * `rows`. */
 ORCH_INLINE void unpack_panel(real *rows, int64_t width, const real *panel, int64_t columns,
                               const real factor[PANEL])
 {
@@ -160,18 +181,30 @@ ORCH_INLINE void unpack_panel(real *rows, int64_t width, const real *panel, int6
 
 /* The dtype is decided once per call, so that the loops inside are free of it. */
 #if defined(ORCH_REAL_F32)
-#define PACK_FOR_DTYPE(dtype, CALL)                      \
-    switch (dtype) {                                     \
-    case ORCHARD_F32: CALL(ORCHARD_F32, 4); break;       \
-    case ORCHARD_F16: CALL(ORCHARD_F16, 2); break;       \
-    case ORCHARD_BF16: CALL(ORCHARD_BF16, 2); break;     \
-    default: CALL(ORCHARD_BOOL, 1); break;               \
+#define PACK_FOR_DTYPE(dtype, CALL) \
+    switch (dtype) {                \
+    case ORCHARD_F32:               \
+        CALL(ORCHARD_F32, 4);       \
+        break;                      \
+    case ORCHARD_F16:               \
+        CALL(ORCHARD_F16, 2);       \
+        break;                      \
+    case ORCHARD_BF16:              \
+        CALL(ORCHARD_BF16, 2);      \
+        break;                      \
+    default:                        \
+        CALL(ORCHARD_BOOL, 1);      \
+        break;                      \
     }
 #else
-#define PACK_FOR_DTYPE(dtype, CALL)                      \
-    switch (dtype) {                                     \
-    case ORCHARD_F64: CALL(ORCHARD_F64, 8); break;       \
-    default: CALL(ORCHARD_BOOL, 1); break;               \
+#define PACK_FOR_DTYPE(dtype, CALL) \
+    switch (dtype) {                \
+    case ORCHARD_F64:               \
+        CALL(ORCHARD_F64, 8);       \
+        break;                      \
+    default:                        \
+        CALL(ORCHARD_BOOL, 1);      \
+        break;                      \
     }
 #endif
 
@@ -184,8 +217,8 @@ static inline void pack_panel(real *panel, const char *const row[PANEL], orchard
 }
 
 /* panel += scale * the rows, transposed. */
-static inline void add_panel(real *panel, const char *const row[PANEL], orchard_dtype dtype, int64_t stride,
-                             int64_t columns, real scale)
+static inline void add_panel(real *panel, const char *const row[PANEL], orchard_dtype dtype,
+                             int64_t stride, int64_t columns, real scale)
 {
 #define CALL(type, size) pack_panel_of(panel, row, type, size, stride, columns, scale, true)
     PACK_FOR_DTYPE(dtype, CALL)
@@ -195,7 +228,8 @@ static inline void add_panel(real *panel, const char *const row[PANEL], orchard_
 static inline void copy_rows(real *dst, int64_t width, const char *src, orchard_dtype dtype,
                              int64_t row_stride, int64_t stride, int64_t rows, int64_t columns)
 {
-#define CALL(type, size) copy_rows_of(dst, width, src, type, size, row_stride, stride, rows, columns)
+#define CALL(type, size) \
+    copy_rows_of(dst, width, src, type, size, row_stride, stride, rows, columns)
     PACK_FOR_DTYPE(dtype, CALL)
 #undef CALL
 }

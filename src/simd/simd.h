@@ -1,18 +1,18 @@
 /* The vector vocabulary that kernels are written in. A file that includes it is compiled once per
- * instruction set (ORCH_ISA_AVX2, ORCH_ISA_NEON or ORCH_ISA_SCALAR) and per element type (ORCH_REAL_F32 or
- * ORCH_REAL_F64). The virtual width is the same everywhere, 8 floats or 4 doubles, and every operation gives
- * the same bits on every instruction set, NaN payloads aside.
+ * instruction set (ORCH_ISA_AVX2, ORCH_ISA_NEON or ORCH_ISA_SCALAR) and per element type
+ * (ORCH_REAL_F32 or ORCH_REAL_F64). The virtual width is the same everywhere, 8 floats or 4
+ * doubles, and every operation gives the same bits on every instruction set, NaN payloads aside.
  *
- *   real              float or double          v_real   VW reals          v_mask   VW truth values
- *   v_load v_store    unaligned                v_set1 v_add v_sub v_mul v_div
- *   v_fma(a,b,c)      a*b + c, rounded once    v_fnma(a,b,c)   c - a*b, rounded once
- *   v_max(a,b)        a > b ? a : b            v_min(a,b)      a < b ? a : b      (so a NaN in b survives)
- *   v_less(a,b)       v_equal(a,b)             v_select(m,a,b) m ? a : b
- *   v_abs             v_sign_of(a,b)           |a| with b's sign
- *   v_exponent(a)     the low bits of a, shifted into the exponent field: 2^n from a rounded number n
- *   v_sum(a)          lanes added as ((0+4)+(2+6)) + ((1+5)+(3+7)), or (0+2)+(1+3)
- *   v_transpose(r)    VW vectors as a VW x VW matrix
- *   v_load_f16 v_load_bf16 v_load_u8           VW elements widened */
+ *   real             float or double        v_real  VW reals        v_mask  VW truth values
+ *   v_load v_store   unaligned              v_set1 v_zero v_add v_sub v_mul v_div
+ *   v_fma(a,b,c)     a*b + c, rounded once  v_fnma(a,b,c)    c - a*b, rounded once
+ *   v_max(a,b)       a > b ? a : b          v_min(a,b)       a < b ? a : b  (a NaN in b survives)
+ *   v_less(a,b)      v_equal(a,b)           v_select(m,a,b)  m ? a : b
+ *   v_abs(a)         v_sign_of(a,b)         |a| with b's sign
+ *   v_exponent(a)    the low bits of a, shifted into the exponent: 2^n from a rounded number n
+ *   v_sum(a)         lanes added as ((0+4)+(2+6)) + ((1+5)+(3+7)), or (0+2)+(1+3)
+ *   v_transpose(r)   VW vectors as a VW x VW matrix
+ *   v_load_f16 v_load_bf16 v_load_u8        VW elements widened */
 #ifndef ORCH_SIMD_H
 #define ORCH_SIMD_H
 

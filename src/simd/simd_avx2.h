@@ -9,21 +9,66 @@
 typedef __m256 v_real;
 typedef __m256 v_mask;
 
-ORCH_INLINE v_real v_load(const float *p) { return _mm256_loadu_ps(p); }
-ORCH_INLINE void v_store(float *p, v_real a) { _mm256_storeu_ps(p, a); }
-ORCH_INLINE v_real v_set1(float a) { return _mm256_set1_ps(a); }
-ORCH_INLINE v_real v_add(v_real a, v_real b) { return _mm256_add_ps(a, b); }
-ORCH_INLINE v_real v_sub(v_real a, v_real b) { return _mm256_sub_ps(a, b); }
-ORCH_INLINE v_real v_mul(v_real a, v_real b) { return _mm256_mul_ps(a, b); }
-ORCH_INLINE v_real v_div(v_real a, v_real b) { return _mm256_div_ps(a, b); }
-ORCH_INLINE v_real v_fma(v_real a, v_real b, v_real c) { return _mm256_fmadd_ps(a, b, c); }
-ORCH_INLINE v_real v_fnma(v_real a, v_real b, v_real c) { return _mm256_fnmadd_ps(a, b, c); }
-ORCH_INLINE v_real v_max(v_real a, v_real b) { return _mm256_max_ps(a, b); }
-ORCH_INLINE v_real v_min(v_real a, v_real b) { return _mm256_min_ps(a, b); }
-ORCH_INLINE v_mask v_less(v_real a, v_real b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
-ORCH_INLINE v_mask v_equal(v_real a, v_real b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
-ORCH_INLINE v_real v_select(v_mask m, v_real a, v_real b) { return _mm256_blendv_ps(b, a, m); }
-ORCH_INLINE v_real v_abs(v_real a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+ORCH_INLINE v_real v_load(const float *p)
+{
+    return _mm256_loadu_ps(p);
+}
+ORCH_INLINE void v_store(float *p, v_real a)
+{
+    _mm256_storeu_ps(p, a);
+}
+ORCH_INLINE v_real v_set1(float a)
+{
+    return _mm256_set1_ps(a);
+}
+ORCH_INLINE v_real v_add(v_real a, v_real b)
+{
+    return _mm256_add_ps(a, b);
+}
+ORCH_INLINE v_real v_sub(v_real a, v_real b)
+{
+    return _mm256_sub_ps(a, b);
+}
+ORCH_INLINE v_real v_mul(v_real a, v_real b)
+{
+    return _mm256_mul_ps(a, b);
+}
+ORCH_INLINE v_real v_div(v_real a, v_real b)
+{
+    return _mm256_div_ps(a, b);
+}
+ORCH_INLINE v_real v_fma(v_real a, v_real b, v_real c)
+{
+    return _mm256_fmadd_ps(a, b, c);
+}
+ORCH_INLINE v_real v_fnma(v_real a, v_real b, v_real c)
+{
+    return _mm256_fnmadd_ps(a, b, c);
+}
+ORCH_INLINE v_real v_max(v_real a, v_real b)
+{
+    return _mm256_max_ps(a, b);
+}
+ORCH_INLINE v_real v_min(v_real a, v_real b)
+{
+    return _mm256_min_ps(a, b);
+}
+ORCH_INLINE v_mask v_less(v_real a, v_real b)
+{
+    return _mm256_cmp_ps(a, b, _CMP_LT_OQ);
+}
+ORCH_INLINE v_mask v_equal(v_real a, v_real b)
+{
+    return _mm256_cmp_ps(a, b, _CMP_EQ_OQ);
+}
+ORCH_INLINE v_real v_select(v_mask m, v_real a, v_real b)
+{
+    return _mm256_blendv_ps(b, a, m);
+}
+ORCH_INLINE v_real v_abs(v_real a)
+{
+    return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a);
+}
 
 ORCH_INLINE v_real v_sign_of(v_real a, v_real b)
 {
@@ -88,21 +133,66 @@ ORCH_INLINE void v_store_f16(uint16_t *p, v_real a)
 typedef __m256d v_real;
 typedef __m256d v_mask;
 
-ORCH_INLINE v_real v_load(const double *p) { return _mm256_loadu_pd(p); }
-ORCH_INLINE void v_store(double *p, v_real a) { _mm256_storeu_pd(p, a); }
-ORCH_INLINE v_real v_set1(double a) { return _mm256_set1_pd(a); }
-ORCH_INLINE v_real v_add(v_real a, v_real b) { return _mm256_add_pd(a, b); }
-ORCH_INLINE v_real v_sub(v_real a, v_real b) { return _mm256_sub_pd(a, b); }
-ORCH_INLINE v_real v_mul(v_real a, v_real b) { return _mm256_mul_pd(a, b); }
-ORCH_INLINE v_real v_div(v_real a, v_real b) { return _mm256_div_pd(a, b); }
-ORCH_INLINE v_real v_fma(v_real a, v_real b, v_real c) { return _mm256_fmadd_pd(a, b, c); }
-ORCH_INLINE v_real v_fnma(v_real a, v_real b, v_real c) { return _mm256_fnmadd_pd(a, b, c); }
-ORCH_INLINE v_real v_max(v_real a, v_real b) { return _mm256_max_pd(a, b); }
-ORCH_INLINE v_real v_min(v_real a, v_real b) { return _mm256_min_pd(a, b); }
-ORCH_INLINE v_mask v_less(v_real a, v_real b) { return _mm256_cmp_pd(a, b, _CMP_LT_OQ); }
-ORCH_INLINE v_mask v_equal(v_real a, v_real b) { return _mm256_cmp_pd(a, b, _CMP_EQ_OQ); }
-ORCH_INLINE v_real v_select(v_mask m, v_real a, v_real b) { return _mm256_blendv_pd(b, a, m); }
-ORCH_INLINE v_real v_abs(v_real a) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), a); }
+ORCH_INLINE v_real v_load(const double *p)
+{
+    return _mm256_loadu_pd(p);
+}
+ORCH_INLINE void v_store(double *p, v_real a)
+{
+    _mm256_storeu_pd(p, a);
+}
+ORCH_INLINE v_real v_set1(double a)
+{
+    return _mm256_set1_pd(a);
+}
+ORCH_INLINE v_real v_add(v_real a, v_real b)
+{
+    return _mm256_add_pd(a, b);
+}
+ORCH_INLINE v_real v_sub(v_real a, v_real b)
+{
+    return _mm256_sub_pd(a, b);
+}
+ORCH_INLINE v_real v_mul(v_real a, v_real b)
+{
+    return _mm256_mul_pd(a, b);
+}
+ORCH_INLINE v_real v_div(v_real a, v_real b)
+{
+    return _mm256_div_pd(a, b);
+}
+ORCH_INLINE v_real v_fma(v_real a, v_real b, v_real c)
+{
+    return _mm256_fmadd_pd(a, b, c);
+}
+ORCH_INLINE v_real v_fnma(v_real a, v_real b, v_real c)
+{
+    return _mm256_fnmadd_pd(a, b, c);
+}
+ORCH_INLINE v_real v_max(v_real a, v_real b)
+{
+    return _mm256_max_pd(a, b);
+}
+ORCH_INLINE v_real v_min(v_real a, v_real b)
+{
+    return _mm256_min_pd(a, b);
+}
+ORCH_INLINE v_mask v_less(v_real a, v_real b)
+{
+    return _mm256_cmp_pd(a, b, _CMP_LT_OQ);
+}
+ORCH_INLINE v_mask v_equal(v_real a, v_real b)
+{
+    return _mm256_cmp_pd(a, b, _CMP_EQ_OQ);
+}
+ORCH_INLINE v_real v_select(v_mask m, v_real a, v_real b)
+{
+    return _mm256_blendv_pd(b, a, m);
+}
+ORCH_INLINE v_real v_abs(v_real a)
+{
+    return _mm256_andnot_pd(_mm256_set1_pd(-0.0), a);
+}
 
 ORCH_INLINE v_real v_sign_of(v_real a, v_real b)
 {

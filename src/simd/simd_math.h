@@ -1,5 +1,6 @@
-/* exp2, tanh and log of our own: libm's differ between systems, and results must not. Also Philox, many
- * counters at a time. Errors were measured against 60 digits: exp2 below 1.3 ulp, tanh below 2 ulp. */
+/* exp2, tanh and log of our own: libm's differ between systems, and results must not. Also Philox,
+ * many counters at a time. Errors were measured against 60 digits: exp2 below 1.3 ulp, tanh below 2
+ * ulp. */
 #ifndef ORCH_SIMD_MATH_H
 #define ORCH_SIMD_MATH_H
 
@@ -13,7 +14,8 @@
 
 #if defined(ORCH_REAL_F32)
 
-/* 2^f = 1 + f * P(f) on |f| <= 1/2, Chebyshev nodes. The constant term is exact so that 2^0 is 1. */
+/* 2^f = 1 + f * P(f) on |f| <= 1/2, Chebyshev nodes. The constant term is exact so that 2^0 is 1.
+ */
 #define EXP2_TERMS 6
 static const float exp2_terms[EXP2_TERMS] = {0x1.62e43p-1f,  0x1.ebfbep-3f,  0x1.c6af6cp-5f,
                                              0x1.3b2a54p-7f, 0x1.5f089p-10f, 0x1.44138ap-13f};
@@ -40,9 +42,9 @@ static const double exp2_terms[EXP2_TERMS] = {
 
 #define TANH_TERMS 13
 static const double tanh_terms[TANH_TERMS] = {
-    -0x1.5555555555555p-2,  0x1.11111111110d4p-3,   -0x1.ba1ba1ba175e3p-5,  0x1.664f48818d6fep-6,
-    -0x1.226e352b35e10p-7,  0x1.d6d3c5e66afbep-9,   -0x1.7da298231ec16p-10, 0x1.354dca4a20f4cp-11,
-    -0x1.f4bf2b4caf08fp-13, 0x1.91a5c04f4ca94p-14,  -0x1.335ad7ddc7eecp-15, 0x1.8c2e5e10ede32p-17,
+    -0x1.5555555555555p-2,  0x1.11111111110d4p-3,  -0x1.ba1ba1ba175e3p-5,  0x1.664f48818d6fep-6,
+    -0x1.226e352b35e10p-7,  0x1.d6d3c5e66afbep-9,  -0x1.7da298231ec16p-10, 0x1.354dca4a20f4cp-11,
+    -0x1.f4bf2b4caf08fp-13, 0x1.91a5c04f4ca94p-14, -0x1.335ad7ddc7eecp-15, 0x1.8c2e5e10ede32p-17,
     -0x1.31936a3c46881p-19};
 
 #endif
@@ -56,10 +58,10 @@ ORCH_INLINE v_real v_polynomial(v_real x, const real *terms, int count)
     return sum;
 }
 
-/* 2^x in place for `count` vectors (a constant), each x <= 0.5; exactly 0 from EXP2_LOWEST down, also for -inf;
- * NaN stays NaN. The scale 2^n is made by shifting n + bias into the exponent: it comes out as 0 for the lowest
- * n, which gives the exact zero. Stage by stage over all vectors: one vector's chain of 45 cycles would fill
- * the scheduler with waiting instructions. */
+/* 2^x in place for `count` vectors (a constant), each x <= 0.5; exactly 0 from EXP2_LOWEST down,
+ * also for -inf; NaN stays NaN. The scale 2^n is made by shifting n + bias into the exponent: it
+ * comes out as 0 for the lowest n, which gives the exact zero. Stage by stage over all vectors: one
+ * vector's chain of 45 cycles would fill the scheduler with waiting instructions. */
 ORCH_INLINE void v_exp2_low_all(v_real *x, int count)
 {
     v_real shifted[8], sum[8];
@@ -137,13 +139,14 @@ static inline double orch_log(double x)
     return ((double)exponent + scale) * LN2 + 2 * (s + s * sum);
 }
 
-/* Philox4x32-10 for PHILOX_LANES counters at a time: words[w][lane] is word w for (c0, c1[lane], c2[lane], c3). */
+/* Philox4x32-10 for PHILOX_LANES counters at a time: words[w][lane] is word w for (c0, c1[lane],
+ * c2[lane], c3). */
 #define PHILOX_LANES 16
 
 #if defined(ORCH_ISA_AVX2)
 
-/* A 32-bit word per 64-bit lane; the upper halves may hold anything, since vpmuludq does not look at them. Four
- * registers of a word: lanes 0 2 4 6, 1 3 5 7, 8 10 12 14, 9 11 13 15. */
+/* A 32-bit word per 64-bit lane; the upper halves may hold anything, since vpmuludq does not look
+ * at them. Four registers of a word: lanes 0 2 4 6, 1 3 5 7, 8 10 12 14, 9 11 13 15. */
 ORCH_INLINE void philox_lanes(uint32_t words[4][PHILOX_LANES], uint32_t c0, const uint32_t *c1,
                               const uint32_t *c2, uint32_t c3, uint32_t key0, uint32_t key1)
 {
@@ -173,7 +176,8 @@ ORCH_INLINE void philox_lanes(uint32_t words[4][PHILOX_LANES], uint32_t c0, cons
         const __m256i *const all[4] = {x0 + i, x1 + i, x2 + i, x3 + i};
         for (int w = 0; w < 4; w++) {
             __m256i odd = _mm256_slli_epi64(all[w][1], 32);
-            _mm256_storeu_si256((__m256i *)(words[w] + 4 * i), _mm256_blend_epi32(all[w][0], odd, 0xaa));
+            _mm256_storeu_si256((__m256i *)(words[w] + 4 * i),
+                                _mm256_blend_epi32(all[w][0], odd, 0xaa));
         }
     }
 }
@@ -192,7 +196,8 @@ ORCH_INLINE void philox_lanes(uint32_t words[4][PHILOX_LANES], uint32_t c0, cons
     }
     for (int round = 0; round < 10; round++) {
         for (int i = 0; i < PHILOX_LANES; i++) {
-            uint64_t a = (uint64_t)ORCH_PHILOX_M0 * words[0][i], b = (uint64_t)ORCH_PHILOX_M1 * words[2][i];
+            uint64_t a = (uint64_t)ORCH_PHILOX_M0 * words[0][i],
+                     b = (uint64_t)ORCH_PHILOX_M1 * words[2][i];
             uint32_t old1 = words[1][i], old3 = words[3][i];
             words[0][i] = (uint32_t)(b >> 32) ^ old1 ^ key0;
             words[1][i] = (uint32_t)b;

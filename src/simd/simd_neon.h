@@ -1,5 +1,5 @@
-/* NEON of AArch64: one virtual vector is two registers. Maximum and minimum are compare and select, since
- * FMAX treats NaN and signed zero otherwise than x86 does. */
+/* NEON of AArch64: one virtual vector is two registers. Maximum and minimum are compare and select,
+ * since FMAX treats NaN and signed zero otherwise than x86 does. */
 #ifndef ORCH_SIMD_NEON_H
 #define ORCH_SIMD_NEON_H
 
@@ -31,8 +31,10 @@ typedef struct {
     v_half_mask lo, hi;
 } v_mask;
 
-
-ORCH_INLINE v_real v_load(const real *p) { return (v_real){Q(vld1)(p), Q(vld1)(p + VW / 2)}; }
+ORCH_INLINE v_real v_load(const real *p)
+{
+    return (v_real){Q(vld1)(p), Q(vld1)(p + VW / 2)};
+}
 
 ORCH_INLINE void v_store(real *p, v_real a)
 {
@@ -41,19 +43,40 @@ ORCH_INLINE void v_store(real *p, v_real a)
 }
 
 #if defined(ORCH_REAL_F32)
-ORCH_INLINE v_half half_set1(float a) { return vdupq_n_f32(a); }
+ORCH_INLINE v_half half_set1(float a)
+{
+    return vdupq_n_f32(a);
+}
 #else
-ORCH_INLINE v_half half_set1(double a) { return vdupq_n_f64(a); }
+ORCH_INLINE v_half half_set1(double a)
+{
+    return vdupq_n_f64(a);
+}
 #endif
 
-ORCH_INLINE v_real v_set1(real a) { return (v_real){half_set1(a), half_set1(a)}; }
+ORCH_INLINE v_real v_set1(real a)
+{
+    return (v_real){half_set1(a), half_set1(a)};
+}
 
 #define LANEWISE(op, a, b) ((v_real){Q(op)((a).lo, (b).lo), Q(op)((a).hi, (b).hi)})
 
-ORCH_INLINE v_real v_add(v_real a, v_real b) { return LANEWISE(vadd, a, b); }
-ORCH_INLINE v_real v_sub(v_real a, v_real b) { return LANEWISE(vsub, a, b); }
-ORCH_INLINE v_real v_mul(v_real a, v_real b) { return LANEWISE(vmul, a, b); }
-ORCH_INLINE v_real v_div(v_real a, v_real b) { return LANEWISE(vdiv, a, b); }
+ORCH_INLINE v_real v_add(v_real a, v_real b)
+{
+    return LANEWISE(vadd, a, b);
+}
+ORCH_INLINE v_real v_sub(v_real a, v_real b)
+{
+    return LANEWISE(vsub, a, b);
+}
+ORCH_INLINE v_real v_mul(v_real a, v_real b)
+{
+    return LANEWISE(vmul, a, b);
+}
+ORCH_INLINE v_real v_div(v_real a, v_real b)
+{
+    return LANEWISE(vdiv, a, b);
+}
 
 ORCH_INLINE v_real v_fma(v_real a, v_real b, v_real c)
 {
@@ -80,9 +103,18 @@ ORCH_INLINE v_real v_select(v_mask m, v_real a, v_real b)
     return (v_real){Q(vbsl)(m.lo, a.lo, b.lo), Q(vbsl)(m.hi, a.hi, b.hi)};
 }
 
-ORCH_INLINE v_real v_max(v_real a, v_real b) { return v_select(v_less(b, a), a, b); }
-ORCH_INLINE v_real v_min(v_real a, v_real b) { return v_select(v_less(a, b), a, b); }
-ORCH_INLINE v_real v_abs(v_real a) { return (v_real){Q(vabs)(a.lo), Q(vabs)(a.hi)}; }
+ORCH_INLINE v_real v_max(v_real a, v_real b)
+{
+    return v_select(v_less(b, a), a, b);
+}
+ORCH_INLINE v_real v_min(v_real a, v_real b)
+{
+    return v_select(v_less(a, b), a, b);
+}
+ORCH_INLINE v_real v_abs(v_real a)
+{
+    return (v_real){Q(vabs)(a.lo), Q(vabs)(a.hi)};
+}
 
 ORCH_INLINE v_real v_sign_of(v_real a, v_real b)
 {

@@ -1,0 +1,59 @@
+/* The `orchard` command: finds the subcommand and hands over the rest of the line. */
+#include <stdio.h>
+#include <string.h>
+
+#include <orchard.h>
+
+#include "cli.h"
+
+static const struct {
+    const char *name, *help;
+    int (*run)(int count, char **words);
+} commands[] = {
+    {"doctor", "what this machine and this build can do, and whether it is right", orch_cli_doctor},
+    {"bench", "how fast an operation is here, and what share of the machine's peak",
+     orch_cli_bench},
+    {"explain", "which backend would take a call, and why others would not", orch_cli_explain},
+};
+
+#define COMMAND_COUNT (sizeof commands / sizeof *commands)
+
+static void print_help(FILE *file)
+{
+    fputs("Orchard: exact fused attention, forward and backward.\n\n"
+          "Usage: orchard COMMAND [OPTIONS]\n\n"
+          "Commands:\n",
+          file);
+    for (size_t i = 0; i < COMMAND_COUNT; i++) {
+        fprintf(file, "  %-10s %s\n", commands[i].name, commands[i].help);
+    }
+    fputs("  --version  the library's version\n"
+          "  --help     this text; orchard COMMAND --help explains a command\n\n"
+          "Environment: ORCHARD_BACKEND, ORCHARD_CPU, ORCHARD_THREADS, ORCHARD_STRICT and\n"
+          "ORCHARD_DEBUG.\n",
+          file);
+}
+
+int main(int argc, char **argv)
+{
+    const char *word = argc > 1 ? argv[1] : NULL;
+    if (!word) {
+        print_help(stderr);
+        return 2;
+    }
+    if (strcmp(word, "--help") == 0 || strcmp(word, "-h") == 0 || strcmp(word, "help") == 0) {
+        print_help(stdout);
+        return 0;
+    }
+    if (strcmp(word, "--version") == 0) {
+        printf("orchard %s\n", orchard_version());
+        return 0;
+    }
+    for (size_t i = 0; i < COMMAND_COUNT; i++) {
+        if (strcmp(word, commands[i].name) == 0) {
+            return commands[i].run(argc - 2, argv + 2);
+        }
+    }
+    fprintf(stderr, "orchard: there is no command \"%s\"; see orchard --help\n", word);
+    return 2;
+}

@@ -1,0 +1,160 @@
+/* The self-test: a few small attention calls, computed twice, in fp32 by the context under test and
+ * in fp64 by `ref`. Inputs are numbers that fp32 holds exactly, so both see the same problem. */
+#include "selftest.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+/* Tensors in one fixed order; the first four are inputs. */
+enum { Q, K, V, DOUT, OUT, LSE, DQ, DK, DV, TENSOR_COUNT };
+
+typedef struct problem {
+    int64_t B, H, G, T, S, D, E;
+    orchard_attention options; /* without tensors */
+} problem;
+
+static const problem problems[] = {
+    {2, 4, 2, 67, 101, 40, 24, {.causal = 1, .align = ORCHARD_BOTTOM_RIGHT}},
+    {1,
+     3,
+     3,
+     130,
+     130,
+     64,
+     64,
+     {.has_window = 1, .window_left = 40, .window_right = 9, .softcap = 3}},
+    {1, 4, 1, 33, 200, 17, 17, {.dropout = 0.25, .seed = 42, .scale = 0.5, .has_scale = 1}},
+    {2, 2, 1, 1, 777, 16, 16, {.causal = 0}},
+};
+
+/* One computation's memory: all tensors behind each other, doubles or floats. */
+typedef struct memory {
+    orchard_dtype dtype;
+    char *block;
+    orchard_tensor tensors[TENSOR_COUNT];
+    int64_t counts[TENSOR_COUNT];
+} memory;
+
+static double load(const memory *m, int tensor, int64_t i)
+{
+    const void *data = m->tensors[tensor].data;
+    return m->dtype == ORCHARD_F64 ? ((const double *)data)[i] : (double)((const float *)data)[i];
+}
+
+static void fill(memory *m)
+{
+    uint64_t state = 1;
+    for (int tensor = Q; tensor <= DOUT; tensor++) {
+        for (int64_t i = 0; i < m->counts[tensor]; i++) {
+            state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+            float value = (float)(state >> 40) * 0x1p-22f - 2.0f;
+            if (m->dtype == ORCHARD_F64) {
+                ((double *)m->tensors[tensor].data)[i] = value;
+            } else {
+                ((float *)m->tensors[tensor].data)[i] = value;
+            }
+        }
+    }
+}
+
+/* False when there is no memory. */
+static int make(memory *m, const problem *p, orchard_dtype dtype)
+{
+    const orchard_tensor shapes[TENSOR_COUNT] = {
+        [Q] = ORCHARD_TENSOR(NULL, dtype, p->B, p->H, p->T, p->D),
+        [K] = ORCHARD_TENSOR(NULL, dtype, p->B, p->G, p->S, p->D),
+        [V] = ORCHARD_TENSOR(NULL, dtype, p->B, p->G, p->S, p->E),
+        [DOUT] = ORCHARD_TENSOR(NULL, dtype, p->B, p->H, p->T, p->E),
+        [OUT] = ORCHARD_TENSOR(NULL, dtype, p->B, p->H, p->T, p->E),
+        [LSE] = ORCHARD_TENSOR(NULL, dtype, p->B, p->H, p->T),
+        [DQ] = ORCHARD_TENSOR(NULL, dtype, p->B, p->H, p->T, p->D),
+        [DK] = ORCHARD_TENSOR(NULL, dtype, p->B, p->G, p->S, p->D),
+        [DV] = ORCHARD_TENSOR(NULL, dtype, p->B, p->G, p->S, p->E),
+    };
+    size_t offset[TENSOR_COUNT + 1] = {0};
+    m->dtype = dtype;
+    for (int i = 0; i < TENSOR_COUNT; i++) {
+        m->counts[i] = 1;
+        for (int32_t axis = 0; axis < shapes[i].rank; axis++) {
+            m->counts[i] *= shapes[i].size[axis];
+        }
+        offset[i + 1] = offset[i] + (size_t)m->counts[i] * orchard_dtype_size(dtype);
+    }
+    m->block = malloc(offset[TENSOR_COUNT]);
+    for (int i = 0; m->block && i < TENSOR_COUNT; i++) {
+        m->tensors[i] = shapes[i];
+        m->tensors[i].data = m->block + offset[i];
+    }
+    return m->block != NULL;
+}
+
+static orchard_status compute(orchard_ctx *ctx, const problem *p, memory *m)
+{
+    const orchard_tensor *t = m->tensors;
+    orchard_attention attention = p->options;
+    attention.q = t[Q];
+    attention.k = t[K];
+    attention.v = t[V];
+    fill(m);
+    orchard_status status = orchard_attention_forward(
+        ctx,
+        &(orchard_attention_forward_args){.out = t[OUT], .lse = t[LSE], .attention = attention});
+    if (status) {
+        return status;
+    }
+    return orchard_attention_backward(ctx,
+                                      &(orchard_attention_backward_args){.dq = t[DQ],
+                                                                         .dk = t[DK],
+                                                                         .dv = t[DV],
+                                                                         .dout = t[DOUT],
+                                                                         .out = t[OUT],
+                                                                         .lse = t[LSE],
+                                                                         .attention = attention});
+}
+
+/* A NaN counts as an infinite error. */
+static double error_of(const memory *m, const memory *exact, int tensor)
+{
+    double error = 0, largest = 0;
+    for (int64_t i = 0; i < m->counts[tensor]; i++) {
+        double off = fabs(load(m, tensor, i) - load(exact, tensor, i));
+        error = off <= error ? error : isnan(off) ? INFINITY : off;
+        largest = fmax(largest, fabs(load(exact, tensor, i)));
+    }
+    return error / largest;
+}
+
+static void judge(const memory *m, const memory *exact, orch_selftest *result)
+{
+    for (int tensor = OUT; tensor < TENSOR_COUNT; tensor++) {
+        double *worst = tensor < DQ ? &result->value_error : &result->gradient_error;
+        *worst = fmax(*worst, error_of(m, exact, tensor));
+        const unsigned char *bytes = m->tensors[tensor].data;
+        size_t count = (size_t)m->counts[tensor] * orchard_dtype_size(m->dtype);
+        for (size_t i = 0; i < count; i++) { /* FNV-1a */
+            result->checksum = (result->checksum ^ bytes[i]) * UINT32_C(16777619);
+        }
+    }
+}
+
+orchard_status orch_selftest_run(orchard_ctx *ctx, orch_selftest *result)
+{
+    orchard_ctx *ref;
+    orchard_status status = orchard_ctx_create(&ref, &(orchard_ctx_opts){.backend = "ref"});
+    *result = (orch_selftest){.checksum = UINT32_C(2166136261)};
+    for (size_t i = 0; !status && i < sizeof problems / sizeof *problems; i++) {
+        memory tested = {0}, exact = {0};
+        status = make(&tested, problems + i, ORCHARD_F32) && make(&exact, problems + i, ORCHARD_F64)
+                     ? ORCHARD_OK
+                     : ORCHARD_ERROR_MEMORY;
+        status = status ? status : compute(ref, problems + i, &exact);
+        status = status ? status : compute(ctx, problems + i, &tested);
+        if (!status) {
+            judge(&tested, &exact, result);
+        }
+        free(tested.block);
+        free(exact.block);
+    }
+    orchard_ctx_free(ref);
+    return status;
+}

@@ -1,0 +1,462 @@
+/* Attention's values and bits: the fixed cases and many random ones, on every instruction set.
+ *
+ *   value     each output X against fp64 on ref: max|X - X64| <= 2 max|P - X64| + 4 ulp(max|X64|),
+ *             where P is the explicit formula with a framework's rounding. Three allowances:
+ *             max|Y - X64|, Y being fp64's answer for the rounded out and lse that backward gets
+ *             (and the ulp is Y's, if that is larger); two ulps of what the sums' terms amount to,
+ *             for where they cancel; the smallest normal number, since less may become 0;
+ *   bits      the same with 1, 2 and 7 threads, on every instruction set, and for a split batch;
+ *   manners   inputs unchanged, nothing written beside an output, explain told what report counted.
+ *
+ * Without options everything runs. A failing random case prints the line that repeats it. */
+#include <float.h>
+
+#include "attention/attention_formula.h"
+#include "attention/attention_random.h"
+
+static struct {
+    const char *backend;
+    const char *isa; /* NULL: all */
+    int64_t random, only_case, max_size;
+    uint64_t seed;
+    bool checksum, quick;
+} options = {.backend = "cpu", .random = -1, .only_case = -1, .max_size = 300, .seed = 20260713};
+
+/* One context for each way to run: the first is the one whose values are checked. */
+#define MAX_RUNS 16
+static orchard_ctx *runs[MAX_RUNS];
+static int run_count;
+static orchard_ctx *reference;
+
+/* How to repeat the case at hand, and the worst share of the bar that was used. */
+static char label[160];
+static double worst_share;
+static int64_t beyond_strict_bar; /* outputs that needed the allowances */
+static char worst_label[200];
+
+/* ---- Values ---------------------------------------------------------------------------------- */
+
+/* The distance from x to the next number of this dtype. */
+static double ulp(orchard_dtype dtype, double x)
+{
+    const int digits = dtype == ORCHARD_F64   ? 53
+                       : dtype == ORCHARD_F32 ? 24
+                       : dtype == ORCHARD_F16 ? 11
+                                              : 8;
+    const int lowest = dtype == ORCHARD_F64   ? -1074
+                       : dtype == ORCHARD_F32 ? -149
+                       : dtype == ORCHARD_F16 ? -24
+                                              : -133;
+    int exponent;
+    frexp(x, &exponent);
+    exponent -= digits;
+    return ldexp(1, x == 0 || exponent < lowest ? lowest : exponent);
+}
+
+/* What one output is measured with: fp64, fp64 from rounded out and lse, the explicit formula. */
+typedef struct yardstick {
+    const box *exact, *given;
+    const double *plain, *terms;
+} yardstick;
+
+static void check_bar(const box *x, const char *name, const yardstick *y)
+{
+    double error = 0, plain_error = 0, given_error = 0, largest = 0, terms = 0, given = 0;
+    for (int64_t n = 0; n < box_elements(x); n++) {
+        const double value = box_nth(x, n), truth = box_nth(y->exact, n);
+        if (isinf(truth) || isnan(value)) {
+            if (value != truth) {
+                CHECK_FAIL("%s: %s[%lld] is %g, fp64 says %g", label, name, (long long)n, value,
+                           truth);
+                return;
+            }
+            continue;
+        }
+        error = fmax(error, fabs(value - truth));
+        plain_error = fmax(plain_error, fabs(y->plain[n] - truth));
+        given_error = fmax(given_error, fabs(box_nth(y->given, n) - truth));
+        largest = fmax(largest, fabs(truth));
+        given = fmax(given, fabs(box_nth(y->given, n)));
+        terms = fmax(terms, y->terms[n]);
+    }
+    const bool wide = x->dtype == ORCHARD_F64;
+    const double strict_bar = 2 * plain_error + 4 * ulp(x->dtype, largest);
+    const double bar = 2 * plain_error + 4 * ulp(x->dtype, fmax(largest, given)) + given_error +
+                       2 * ulp(wide ? ORCHARD_F64 : ORCHARD_F32, terms) +
+                       (wide ? DBL_MIN : FLT_MIN);
+    beyond_strict_bar += error > strict_bar;
+    if (error / bar > worst_share) {
+        worst_share = error / bar;
+        snprintf(worst_label, sizeof worst_label, "%s of %s", name, label);
+    }
+    if (error <= bar) {
+        check_passed++;
+    } else {
+        CHECK_FAIL(
+            "%s: %s (%s) is off by %.3g, bar %.3g (formula off by %.3g, given out and lse by "
+            "%.3g, largest value %.3g, terms %.3g)",
+            label, name, orchard_dtype_name(x->dtype), error, bar, plain_error, given_error,
+            largest, terms);
+    }
+}
+
+/* fp64's backward for the out and lse that the tested backend made. */
+static void run_given(problem *given, const problem *p)
+{
+    problem_upcast(given, p);
+    for (int name = OUT; name <= LSE; name++) {
+        for (int64_t n = 0; n < box_elements(&p->box[name]); n++) {
+            box_set_nth(&given->box[name], n, box_nth(&p->box[name], n));
+        }
+    }
+    if (p->has_backward && orchard_attention_backward(reference, &given->backward)) {
+        CHECK_FAIL("%s: ref: %s", label, orchard_last_error());
+    }
+}
+
+static void check_values(const problem *p)
+{
+    problem exact, given;
+    formula f;
+    problem_upcast(&exact, p);
+    if (problem_run(&exact, reference)) {
+        CHECK_FAIL("%s: ref: %s", label, orchard_last_error());
+    }
+    run_given(&given, p);
+    formula_run(&f, p, p->c.dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32);
+    for (int n = OUT; n < OPERANDS; n++) {
+        /* out and lse are no function of themselves: there, given is exact. */
+        const yardstick y = {&exact.box[n], n <= LSE ? &exact.box[n] : &given.box[n], f.result[n],
+                             f.terms[n]};
+        if (p->box[n].present) {
+            check_bar(&p->box[n], operand_names[n], &y);
+        }
+    }
+    formula_free(&f);
+    problem_free(&given);
+    problem_free(&exact);
+}
+
+/* ---- Manners --------------------------------------------------------------------------------- */
+
+static uint64_t inputs_hash(const problem *p)
+{
+    uint64_t hash = HASH_START;
+    for (int n = 0; n < OUT; n++) {
+        hash =
+            p->box[n].owns_block ? hash_bytes(hash, p->box[n].block, p->box[n].block_bytes) : hash;
+    }
+    return hash;
+}
+
+/* Whether the bytes between an output's elements are as they were. */
+static bool gaps_untouched(const problem *p, int owner)
+{
+    const box *x = &p->box[owner];
+    unsigned char *gap = malloc(x->block_bytes ? x->block_bytes : 1);
+    memcpy(gap, x->block, x->block_bytes);
+    for (int n = OUT; n < OPERANDS; n++) {
+        const box *y = &p->box[n];
+        const size_t element = orchard_dtype_size(y->dtype);
+        for (int64_t e = 0; y->present && y->block == x->block && e < box_elements(y); e++) {
+            int64_t i[4];
+            box_index(y, e, i);
+            const size_t at = (size_t)box_at(y, i[0], i[1], i[2], i[3]) * element;
+            memset(gap + (y->data - y->block) + at, UNTOUCHED, element);
+        }
+    }
+    bool untouched = true;
+    for (size_t i = 0; i < x->block_bytes; i++) {
+        untouched = untouched && gap[i] == UNTOUCHED;
+    }
+    free(gap);
+    return untouched;
+}
+
+static uint64_t report_count(const char *op, const char *backend)
+{
+    orchard_report_line lines[64];
+    const int64_t count = orchard_report(lines, 64);
+    for (int64_t i = 0; i < count && i < 64; i++) {
+        if (!lines[i].reason && strcmp(lines[i].op, op) == 0 &&
+            strcmp(lines[i].backend, backend) == 0) {
+            return lines[i].count;
+        }
+    }
+    return 0;
+}
+
+/* Runs the case for the first time, on a context that may choose among all backends. */
+static bool check_run(problem *p)
+{
+    static const char *const ops[2] = {"attention_forward", "attention_backward"};
+    const void *const args[2] = {&p->forward, &p->backward};
+    orchard_explanation explained[2];
+    uint64_t before[2];
+    const int calls = p->has_backward ? 2 : 1;
+    for (int n = 0; n < calls; n++) {
+        if (orchard_explain(runs[0], ops[n], args[n], &explained[n]) || !explained[n].backend) {
+            CHECK_FAIL("%s: explain %s: %s", label, ops[n], orchard_last_error());
+            return false;
+        }
+        before[n] = report_count(ops[n], explained[n].backend);
+    }
+    const uint64_t hash = inputs_hash(p);
+    if (problem_run(p, runs[0])) {
+        CHECK_FAIL("%s: %s", label, orchard_last_error());
+        return false;
+    }
+    for (int n = 0; n < calls; n++) {
+        if (report_count(ops[n], explained[n].backend) != before[n] + 1) {
+            CHECK_FAIL("%s: explain said %s, report did not count it", label, explained[n].backend);
+        }
+    }
+    if (inputs_hash(p) != hash) {
+        CHECK_FAIL("%s: an input was changed", label);
+    }
+    for (int n = OUT; n < OPERANDS; n++) {
+        if (p->box[n].owns_block && !gaps_untouched(p, n)) {
+            CHECK_FAIL("%s: memory beside %s was written", label, operand_names[n]);
+        }
+    }
+    return true;
+}
+
+/* ---- Bits ------------------------------------------------------------------------------------ */
+
+/* Batch element b of a tensor whose first dimension is the batch; one that is repeated stays. */
+static orchard_tensor slice(const box *x, int64_t b)
+{
+    orchard_tensor tensor = x->tensor;
+    if (x->present && x->size[0] != 1) {
+        tensor.data = x->data + (size_t)(b * x->stride[0]) * orchard_dtype_size(x->dtype);
+        tensor.size[0] = 1;
+    }
+    return tensor;
+}
+
+static orchard_status run_element(const problem *p, orchard_ctx *ctx, int64_t b)
+{
+    const box *x = p->box;
+    orchard_attention a = p->forward.attention;
+    a.q = slice(&x[Q], b), a.k = slice(&x[K], b), a.v = slice(&x[V], b);
+    a.bias = slice(&x[BIAS], b), a.mask = slice(&x[MASK], b), a.alibi = slice(&x[ALIBI], b);
+    a.key_lengths = slice(&x[KEY_LENGTHS], b);
+    const orchard_tensor out = slice(&x[OUT], b), lse = slice(&x[LSE], b);
+    const orchard_attention_forward_args forward = {.out = out, .lse = lse, .attention = a};
+    const orchard_attention_backward_args backward = {.dq = slice(&x[DQ], b),
+                                                      .dk = slice(&x[DK], b),
+                                                      .dv = slice(&x[DV], b),
+                                                      .dout = slice(&x[DOUT], b),
+                                                      .dlse = slice(&x[DLSE], b),
+                                                      .out = out,
+                                                      .lse = lse,
+                                                      .attention = a};
+    orchard_status status = orchard_attention_forward(ctx, &forward);
+    if (status == ORCHARD_OK && (x[DQ].present || x[DK].present || x[DV].present)) {
+        status = orchard_attention_backward(ctx, &backward);
+    }
+    return status;
+}
+
+/* Dropout's mask counts batch elements, so it is another one for a split batch. */
+static void check_split(problem *p, const char *bits)
+{
+    if (p->c.B < 2 || p->c.packed || p->c.dropout > 0) {
+        return;
+    }
+    outputs_reset(p, 0x5a);
+    for (int64_t b = 0; b < p->c.B; b++) {
+        if (run_element(p, runs[0], b)) {
+            CHECK_FAIL("%s: batch element %lld alone: %s", label, (long long)b,
+                       orchard_last_error());
+            return;
+        }
+    }
+    const char *name = outputs_differ(p, bits, true);
+    if (name) {
+        CHECK_FAIL("%s: %s has other bits when the batch is split", label, name);
+    } else {
+        check_passed++;
+    }
+}
+
+static void check_bits(problem *p)
+{
+    char *bits = outputs_copy(p);
+    for (int n = 0; n < run_count; n++) {
+        const orchard_status status = problem_run_over(p, runs[n], 0x5a);
+        const char *name = outputs_differ(p, bits, false);
+        if (status || name) {
+            CHECK_FAIL("%s: %s on %s with %d threads: %s", label, name ? name : "-",
+                       orchard_ctx_cpu(runs[n]), (int)orchard_ctx_threads(runs[n]),
+                       status ? orchard_last_error() : "other bits");
+        } else {
+            check_passed++;
+        }
+    }
+    check_split(p, bits);
+    free(bits);
+}
+
+/* ---- Cases ----------------------------------------------------------------------------------- */
+
+static void check_case(const attention_case *c, uint64_t data_seed)
+{
+    problem p;
+    problem_make(&p, c, data_seed);
+    if (check_run(&p)) {
+        check_values(&p);
+        check_bits(&p);
+    }
+    problem_free(&p);
+}
+
+static void check_random(int64_t index)
+{
+    uint64_t data_seed;
+    const attention_case c = random_case(options.seed, index, options.max_size, &data_seed);
+    snprintf(label, sizeof label, "attention_test --seed %llu --max-size %lld --case %lld",
+             (unsigned long long)options.seed, (long long)options.max_size, (long long)index);
+    check_case(&c, data_seed);
+}
+
+static void check_fixed(void)
+{
+    for (int n = 0; n < ATTENTION_CASE_COUNT; n++) {
+        const attention_case *c = &attention_cases[n];
+        const bool small = c->B * c->H * c->T * c->S * (c->D + c->E) < 3000000;
+        if (c->use & CASE_TEST && (small || !options.quick)) {
+            snprintf(label, sizeof label, "case %s", c->name);
+            check_case(c, (uint64_t)n);
+        }
+    }
+}
+
+/* One number for all output bits of a fixed set, to be compared between machines. */
+static void print_checksum(void)
+{
+    uint64_t hash = HASH_START;
+    int cases = 0;
+    for (int64_t n = 0; n < 40; n++) {
+        uint64_t data_seed;
+        problem p;
+        const attention_case c = random_case(7, n, 120, &data_seed);
+        problem_make(&p, &c, data_seed);
+        snprintf(label, sizeof label, "checksum case %lld", (long long)n);
+        if (problem_run(&p, runs[0])) {
+            CHECK_FAIL("%s: %s", label, orchard_last_error());
+        } else {
+            check_passed++;
+        }
+        char *bits = outputs_copy(&p);
+        hash = hash_bytes(hash, bits, outputs_bytes(&p));
+        free(bits);
+        problem_free(&p);
+        cases++;
+    }
+    printf("attention checksum of %d cases on %s: %016llx\n", cases, orchard_ctx_cpu(runs[0]),
+           (unsigned long long)hash);
+}
+
+/* ---- The command ----------------------------------------------------------------------------- */
+
+static int usage(const char *wrong)
+{
+    fprintf(stderr,
+            "attention_test: %s\n"
+            "usage: attention_test [--random N] [--seed S] [--isa avx2|neon|scalar|all] "
+            "[--max-size M]\n"
+            "                      [--case INDEX] [--checksum] [--quick] [--backend NAME]\n",
+            wrong);
+    return 2;
+}
+
+static bool read_options(int argc, char **argv)
+{
+    for (int n = 1; n < argc; n++) {
+        const char *name = argv[n], *value = n + 1 < argc ? argv[n + 1] : NULL;
+        if (strcmp(name, "--checksum") == 0) {
+            options.checksum = true;
+            continue;
+        }
+        if (strcmp(name, "--quick") == 0) {
+            options.quick = true;
+            continue;
+        }
+        if (!value) {
+            return false;
+        }
+        n++;
+        if (strcmp(name, "--random") == 0) {
+            options.random = atoll(value);
+        } else if (strcmp(name, "--seed") == 0) {
+            options.seed = strtoull(value, NULL, 10);
+        } else if (strcmp(name, "--isa") == 0) {
+            options.isa = strcmp(value, "all") == 0 ? NULL : value;
+        } else if (strcmp(name, "--max-size") == 0) {
+            options.max_size = atoll(value);
+        } else if (strcmp(name, "--case") == 0) {
+            options.only_case = atoll(value);
+        } else if (strcmp(name, "--backend") == 0) {
+            options.backend = value;
+        } else {
+            return false;
+        }
+    }
+    return options.max_size > 0;
+}
+
+/* Two threads on each instruction set, then one and seven on the first. */
+static void make_runs(void)
+{
+    for (int i = 0; orchard_cpu_name(i) && run_count < MAX_RUNS - 2; i++) {
+        const char *isa = orchard_cpu_name(i);
+        if (!options.isa || strcmp(options.isa, isa) == 0) {
+            runs[run_count++] = context_make(options.backend, isa, 2);
+        }
+    }
+    if (run_count > 0) {
+        const char *isa = orchard_ctx_cpu(runs[0]);
+        runs[run_count++] = context_make(options.backend, isa, 1);
+        runs[run_count++] = context_make(options.backend, isa, 7);
+    }
+    reference = context_make("ref", NULL, 1);
+}
+
+int main(int argc, char **argv)
+{
+    if (!read_options(argc, argv)) {
+        return usage("an option is unknown or has no value");
+    }
+    make_runs();
+    if (run_count == 0) {
+        return usage("this CPU does not run that instruction set");
+    }
+    if (options.checksum) {
+        print_checksum();
+    } else if (options.only_case >= 0) {
+        check_random(options.only_case);
+    } else {
+        const int64_t count = options.random >= 0 ? options.random : options.quick ? 100 : 3000;
+        if (options.random < 0) {
+            check_fixed();
+        }
+        printf("attention: %lld random cases, --seed %llu\n", (long long)count,
+               (unsigned long long)options.seed);
+        for (int64_t n = 0; n < count; n++) {
+            check_random(n);
+        }
+        printf("attention: at most %.2f of the error bar was used (%s); %lld outputs needed the "
+               "allowances\n",
+               worst_share, worst_label, (long long)beyond_strict_bar);
+    }
+    for (int n = 0; n < run_count; n++) {
+        orchard_ctx_free(runs[n]);
+    }
+    orchard_ctx_free(reference);
+    if (check_passed + check_failed == 0) {
+        return usage("nothing was checked");
+    }
+    return check_report("attention");
+}
