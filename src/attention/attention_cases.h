@@ -42,7 +42,7 @@ typedef struct attention_case {
     double scale, softcap;
 
     const char *bias, *mask;
-    int bias_holes; /* one element of bias in eight is -inf */
+    int bias_holes;                        /* one element of bias in eight is -inf */
     orchard_dtype bias_dtype, sinks_dtype; /* 0: as q */
     int alibi;                             /* 1: [H], 2: [B,H] */
     int sinks;

@@ -205,8 +205,8 @@ static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attent
         if (n + 1 < count) {
             prefetch_scores(at + 1, &p->bias, task, from, to);
         }
-        prefetch_keys(&p->k, task, to, end, plan->block_keys, n, count);
-        prefetch_keys(&p->v, task, to, end, plan->block_keys, n, count);
+        prefetch_keys(&p->k, p->D, task, to, end, plan->block_keys, n, count);
+        prefetch_keys(&p->v, p->E, task, to, end, plan->block_keys, n, count);
         if (j0 >= j1) {
             continue;
         }

@@ -162,14 +162,14 @@ static void forward_panel(const orch_attention *p, const orch_attention_task *ta
     const bool by_rows = rows_suit(p, n);
     real *o = state->o + index * p->E * PANEL, *scores = state->scores;
     real factor[PANEL];
-    t.k.data += skip * t.k.stride;
-    t.v.data += skip * t.v.stride;
-    t.raw_k.data += skip * t.raw_k.stride;
-    t.raw_v.data += skip * t.raw_v.stride;
     if (by_rows) {
-        row_score_product(scores, t.raw_k, q, p->D, keys, n->lanes);
+        t.raw_k.data += skip * t.raw_k.stride;
+        t.raw_v.data += skip * t.raw_v.stride;
+        row_score_product(scores, t.raw_k, t.raw_v, q, p->D, p->E, keys, n->lanes);
         score_options(scores, p, task, n, j0, j1, state->block, NULL);
     } else {
+        t.k.data += skip * t.k.stride;
+        t.v.data += skip * t.v.stride;
         panel_scores(scores, p, task, n, t.k, q, j0, j1, state->block, NULL);
     }
     softmax_block(scores, keys, state->m + index * PANEL, state->l + index * PANEL, factor,
@@ -270,16 +270,17 @@ void ORCH_K(attention_forward)(const orch_attention_cpu_plan *plan, const orch_a
         }
     }
     const bool by_rows = count == 1 && rows_suit(p, &state.panels[0]);
-    for (int64_t j = lo == INT64_MAX ? hi : lo / plan->block_keys * plan->block_keys; j < hi;
-         j += plan->block_keys) {
-        const int64_t from = j < lo ? lo : j,
-                      to = j + plan->block_keys < hi ? j + plan->block_keys : hi;
+    const int64_t step = plan->block_keys;
+    for (int64_t j = lo == INT64_MAX ? hi : lo / step * step; j < hi; j += step) {
+        const int64_t from = j < lo ? lo : j, to = j + step < hi ? j + step : hi;
         const forward_tile t = forward_tile_at(p, task, &state, by_rows, from, to);
         for (int64_t n = 0; n < count; n++) {
             const panel *at = &state.panels[n];
             const int64_t j0 = at->lo > from ? at->lo : from, j1 = at->hi < to ? at->hi : to;
-            prefetch_keys(&p->k, task, to, hi, plan->block_keys, n, count);
-            prefetch_keys(&p->v, task, to, hi, plan->block_keys, n, count);
+            if (!by_rows) {
+                prefetch_keys(&p->k, p->D, task, to, hi, step, n, count);
+                prefetch_keys(&p->v, p->E, task, to, hi, step, n, count);
+            }
             if (n + 1 < count) {
                 prefetch_scores(at + 1, &p->bias, task, from, to);
             }

@@ -15,13 +15,33 @@ typedef struct raw_rows {
     orchard_dtype dtype;
 } raw_rows;
 
-/* Two keys against all lanes: independent chains enough for the FMA units. */
-ORCH_INLINE void row_scores_of(real *scores, raw_rows k, orchard_dtype dtype, int64_t size,
-                               const real *q, int64_t D, int64_t keys, int lanes)
+/* How far ahead rows of k are asked for. */
+#define ROWS_AHEAD 8
+
+static inline void prefetch_row(const char *row, int64_t bytes)
+{
+    for (int64_t at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(row + at, 0, 3);
+    }
+}
+
+/* Two keys against all lanes: independent chains enough for the FMA units. Meanwhile the rows of v
+ * that will be weighted next are on their way, so that memory is never idle. */
+ORCH_INLINE void row_scores_of(real *scores, raw_rows k, raw_rows v, orchard_dtype dtype,
+                               int64_t size, const real *q, int64_t D, int64_t E, int64_t keys,
+                               int lanes)
 {
     for (int64_t j = 0; j < keys; j += 2) {
         const char *first = k.data + j * k.stride;
         const char *second = j + 1 < keys ? first + k.stride : first;
+        prefetch_row(v.data + j * v.stride, E * size);
+        if (j + 1 < keys) {
+            prefetch_row(v.data + (j + 1) * v.stride, E * size);
+        }
+        if (j + ROWS_AHEAD + 1 < keys) {
+            prefetch_row(first + ROWS_AHEAD * k.stride, D * size);
+            prefetch_row(second + ROWS_AHEAD * k.stride, D * size);
+        }
         v_real sum[2][ROWS_MAX_LANES];
         for (int lane = 0; lane < lanes; lane++) {
             sum[0][lane] = sum[1][lane] = v_zero();
@@ -90,9 +110,10 @@ ORCH_INLINE void row_sums_of(real *sums, raw_rows v, orchard_dtype dtype, int64_
         }                                 \
     } while (0)
 
-static void row_scores(real *scores, raw_rows k, const real *q, int64_t D, int64_t keys, int lanes)
+static void row_scores(real *scores, raw_rows k, raw_rows v, const real *q, int64_t D, int64_t E,
+                       int64_t keys, int lanes)
 {
-#define BODY(type, size, count) row_scores_of(scores, k, type, size, q, D, keys, count)
+#define BODY(type, size, count) row_scores_of(scores, k, v, type, size, q, D, E, keys, count)
 #define CALL(type, size) ROWS_FOR_LANES(lanes, type, size)
     PACK_FOR_DTYPE(k.dtype, CALL)
 #undef BODY
@@ -123,8 +144,8 @@ static inline bool rows_suit(const orch_attention *p, const panel *n)
 }
 
 /* scores[j][lane] like score_product; lanes not in use become 0. q is packed. */
-static void row_score_product(real *scores, raw_rows k, const real *q, int64_t D, int64_t keys,
-                              int lanes)
+static void row_score_product(real *scores, raw_rows k, raw_rows v, const real *q, int64_t D,
+                              int64_t E, int64_t keys, int lanes)
 {
     real rows[ROWS_MAX_LANES * ORCH_ATTENTION_MAX_HEAD_SIZE];
     for (int64_t d = 0; d < D; d++) {
@@ -133,7 +154,7 @@ static void row_score_product(real *scores, raw_rows k, const real *q, int64_t D
         }
     }
     memset(scores, 0, (size_t)(keys * PANEL) * sizeof(real));
-    row_scores(scores, k, rows, D, keys, lanes);
+    row_scores(scores, k, v, rows, D, E, keys, lanes);
 }
 
 /* o[e][lane] = o[e][lane] * factor + sum, like weighted_rows. */

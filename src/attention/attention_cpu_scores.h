@@ -195,18 +195,17 @@ static inline key_rows key_tile(const orch_attention *p, const orch_attention_ta
 
 /* Asks for part n of count of the next tile's rows, so that they arrive while this tile is
  * computed. */
-static inline void prefetch_keys(const orch_view *view, const orch_attention_task *task,
-                                 int64_t next, int64_t end, int64_t block_keys, int64_t n,
-                                 int64_t count)
+static inline void prefetch_keys(const orch_view *view, int64_t columns,
+                                 const orch_attention_task *task, int64_t next, int64_t end,
+                                 int64_t block_keys, int64_t n, int64_t count)
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     const int64_t rows = end - next < block_keys ? end - next : block_keys;
-    const int64_t bytes = view->row * size;
-    for (int64_t j = next + rows * n / count;
-         view->column == 1 && j < next + rows * (n + 1) / count; j++) {
+    const int64_t first = next + rows * n / count, last = next + rows * (n + 1) / count;
+    for (int64_t j = first; view->column == 1 && j < last; j++) {
         const char *row =
             view->data + orch_row(view, task->b, task->g, task->sequence.row_k + j) * size;
-        for (int64_t at = 0; at < bytes && at < 256; at += 64) {
+        for (int64_t at = 0; at < columns * size; at += 64) {
             __builtin_prefetch(row + at, 0, 2);
         }
     }

@@ -15,10 +15,14 @@
 static inline double round_to(orchard_dtype dtype, double x)
 {
     switch (dtype) {
-    case ORCHARD_F32: return (float)x;
-    case ORCHARD_F16: return orch_f16_to_f32(orch_f64_to_f16(x));
-    case ORCHARD_BF16: return orch_bf16_to_f32(orch_f64_to_bf16(x));
-    default: return x;
+    case ORCHARD_F32:
+        return (float)x;
+    case ORCHARD_F16:
+        return orch_f16_to_f32(orch_f64_to_f16(x));
+    case ORCHARD_BF16:
+        return orch_bf16_to_f32(orch_f64_to_bf16(x));
+    default:
+        return x;
     }
 }
 

@@ -189,11 +189,21 @@ static void unseen_nan_stays_unseen(void)
                             CASE_SHAPE(2, 4, 2, 30, 75, 12, 9),
                             .dtype = dtypes[kind / 5]};
         switch (kind % 5) {
-        case 0: c.has_key_lengths = 1, c.key_lengths[0] = c.key_lengths[1] = 41; break;
-        case 1: c.causal = 1, c.T = 41; break;
-        case 2: c.mask = "B11S"; break;
-        case 3: c.bias = "1HTS", c.gradients = GRAD_QKV | GRAD_BIAS; break;
-        default: c.has_window = 1, c.window_left = 7, c.window_right = 11; break;
+        case 0:
+            c.has_key_lengths = 1, c.key_lengths[0] = c.key_lengths[1] = 41;
+            break;
+        case 1:
+            c.causal = 1, c.T = 41;
+            break;
+        case 2:
+            c.mask = "B11S";
+            break;
+        case 3:
+            c.bias = "1HTS", c.gradients = GRAD_QKV | GRAD_BIAS;
+            break;
+        default:
+            c.has_window = 1, c.window_left = 7, c.window_right = 11;
+            break;
         }
         problem p;
         problem_make(&p, &c, 6);

@@ -3,7 +3,7 @@
  *   value     each output X against fp64 on ref: max|X - X64| <= 2 max|P - X64| + 4 ulp(max|X64|),
  *             where P is the explicit formula with a framework's rounding. Three allowances:
  *             max|Y - X64|, Y being fp64's answer for the rounded out and lse that backward gets
- *             (and the ulp is Y's, if that is larger); two ulps of what the sums' terms amount to,
+ *             (and the ulp is Y's, if that is larger); four ulps of what the sums' terms amount to,
  *             for where they cancel; the smallest normal number, since less may become 0;
  *   bits      the same with 1, 2 and 7 threads, on every instruction set, and for a split batch;
  *   manners   inputs unchanged, nothing written beside an output, explain told what report counted.
@@ -82,7 +82,7 @@ static void check_bar(const box *x, const char *name, const yardstick *y)
     const bool wide = x->dtype == ORCHARD_F64;
     const double strict_bar = 2 * plain_error + 4 * ulp(x->dtype, largest);
     const double bar = 2 * plain_error + 4 * ulp(x->dtype, fmax(largest, given)) + given_error +
-                       2 * ulp(wide ? ORCHARD_F64 : ORCHARD_F32, terms) +
+                       4 * ulp(wide ? ORCHARD_F64 : ORCHARD_F32, terms) +
                        (wide ? DBL_MIN : FLT_MIN);
     beyond_strict_bar += error > strict_bar;
     if (error / bar > worst_share) {

@@ -115,10 +115,17 @@ static inline void box_set(const box *x, int64_t b, int64_t h, int64_t i, int64_
 {
     const int64_t at = box_at(x, b, h, i, d);
     switch (x->dtype) {
-    case ORCHARD_BOOL: ((uint8_t *)x->data)[at] = value != 0; break;
-    case ORCHARD_I32: ((int32_t *)x->data)[at] = (int32_t)value; break;
-    case ORCHARD_I64: ((int64_t *)x->data)[at] = (int64_t)value; break;
-    default: orch_element_store(x->dtype, x->data, at, value);
+    case ORCHARD_BOOL:
+        ((uint8_t *)x->data)[at] = value != 0;
+        break;
+    case ORCHARD_I32:
+        ((int32_t *)x->data)[at] = (int32_t)value;
+        break;
+    case ORCHARD_I64:
+        ((int64_t *)x->data)[at] = (int64_t)value;
+        break;
+    default:
+        orch_element_store(x->dtype, x->data, at, value);
     }
 }
 
