@@ -102,7 +102,7 @@ typedef struct orchard_tensor {
     int64_t stride[ORCHARD_MAX_RANK];
 } orchard_tensor;
 
-/* A dense row-major tensor over `data`: the last index moves fastest. Does not look at the memory. */
+/* A dense row-major tensor over `data`: the last index moves fastest. Memory is not looked at. */
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
 __attribute__((access(none, 1)))
 #endif

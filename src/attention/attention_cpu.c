@@ -6,62 +6,20 @@
 #include "core/context.h"
 #include "core/threads.h"
 
-/* ---- Kernels of each instruction set and element type ---------------------------------------- */
-
-#define KERNELS(isa, real, panel_size, bytes)                                                     \
-    size_t orch_cpu_attention_forward_bytes_##isa##_##real(const orch_attention_cpu_plan *);      \
-    void orch_cpu_attention_forward_##isa##_##real(const orch_attention_cpu_plan *,               \
-                                                   const orch_attention_task *, char *);          \
-    void orch_cpu_attention_combine_##isa##_##real(const orch_attention_cpu_plan *,               \
-                                                   const orch_attention_task *);                  \
-    size_t orch_cpu_attention_backward_bytes_##isa##_##real(const orch_attention_cpu_plan *);     \
-    void orch_cpu_attention_backward_##isa##_##real(const orch_attention_cpu_plan *,              \
-                                                    const orch_attention_task *, char *, void *); \
-    void orch_cpu_attention_store_sums_##isa##_##real(const orch_attention_cpu_plan *,            \
-                                                      const orch_attention_task *, void *,        \
-                                                      int64_t, int64_t, int64_t);                 \
-    void orch_cpu_attention_dbias_##isa##_##real(const orch_attention_cpu_plan *, int64_t,        \
-                                                 char *);                                         \
-    int64_t orch_cpu_attention_dbias_tasks_##isa##_##real(const orch_attention_cpu_plan *);       \
-    void orch_cpu_attention_dsinks_##isa##_##real(const orch_attention_cpu_plan *, int64_t);      \
-    static const orch_attention_cpu_kernels kernels_##isa##_##real = {                            \
-        .shape = {.panel = panel_size, .real_bytes = bytes},                                      \
-        .forward_bytes = orch_cpu_attention_forward_bytes_##isa##_##real,                         \
-        .forward = orch_cpu_attention_forward_##isa##_##real,                                     \
-        .combine = orch_cpu_attention_combine_##isa##_##real,                                     \
-        .backward_bytes = orch_cpu_attention_backward_bytes_##isa##_##real,                       \
-        .backward = orch_cpu_attention_backward_##isa##_##real,                                   \
-        .store_sums = orch_cpu_attention_store_sums_##isa##_##real,                               \
-        .dbias = orch_cpu_attention_dbias_##isa##_##real,                                         \
-        .dbias_tasks = orch_cpu_attention_dbias_tasks_##isa##_##real,                             \
-        .dsinks = orch_cpu_attention_dsinks_##isa##_##real,                                       \
-    };
-
-#if defined(ORCH_HAVE_AVX2)
-KERNELS(avx2, f32, 16, 4)
-KERNELS(avx2, f64, 8, 8)
-#endif
-#if defined(ORCH_HAVE_NEON)
-KERNELS(neon, f32, 16, 4)
-KERNELS(neon, f64, 8, 8)
-#endif
-KERNELS(scalar, f32, 16, 4)
-KERNELS(scalar, f64, 8, 8)
-
 static const orch_attention_cpu_kernels *choose_kernels(orch_isa isa, orchard_dtype dtype)
 {
     const bool f64 = dtype == ORCHARD_F64;
     switch (isa) {
 #if defined(ORCH_HAVE_AVX2)
     case ORCH_ISA_AVX2:
-        return f64 ? &kernels_avx2_f64 : &kernels_avx2_f32;
+        return f64 ? &orch_cpu_attention_avx2_f64 : &orch_cpu_attention_avx2_f32;
 #endif
 #if defined(ORCH_HAVE_NEON)
     case ORCH_ISA_NEON:
-        return f64 ? &kernels_neon_f64 : &kernels_neon_f32;
+        return f64 ? &orch_cpu_attention_neon_f64 : &orch_cpu_attention_neon_f32;
 #endif
     default:
-        return f64 ? &kernels_scalar_f64 : &kernels_scalar_f32;
+        return f64 ? &orch_cpu_attention_scalar_f64 : &orch_cpu_attention_scalar_f32;
     }
 }
 
@@ -113,8 +71,7 @@ static orch_attention_cut cut_queries(const orch_attention_cpu_plan *plan, const
     return cut;
 }
 
-orch_attention_cut orch_attention_cut_forward(const orch_attention_cpu_plan *plan,
-                                              const orch_sequence *s)
+static orch_attention_cut cut_forward(const orch_attention_cpu_plan *plan, const orch_sequence *s)
 {
     orch_attention_cut cut = cut_queries(plan, s);
     if (cut.head_sets * cut.panels * plan->panel <= SPLIT_ROWS && s->S >= 2 * SPLIT_KEYS) {
@@ -125,8 +82,7 @@ orch_attention_cut orch_attention_cut_forward(const orch_attention_cpu_plan *pla
 
 /* With few key heads there is too little to share out: dk and dv are then summed in up to four
  * copies. */
-orch_attention_cut orch_attention_cut_backward(const orch_attention_cpu_plan *plan,
-                                               const orch_sequence *s)
+static orch_attention_cut cut_backward(const orch_attention_cpu_plan *plan, const orch_sequence *s)
 {
     orch_attention_cut cut = cut_queries(plan, s);
     const int64_t copies = plan->p->G >= 8 ? 1 : plan->p->G >= 4 ? 2 : 4;
@@ -155,8 +111,8 @@ static void plan_blocks(orch_attention_cpu_plan *plan, const orch_attention *p,
 {
     *plan = (orch_attention_cpu_plan){
         .p = p,
-        .panel = kernels->shape.panel,
-        .real_bytes = kernels->shape.real_bytes,
+        .panel = kernels->panel,
+        .real_bytes = kernels->real_bytes,
         .block_panels = panels,
         .block_keys = keys,
     };
@@ -183,7 +139,7 @@ static void count_forward_tasks(orch_attention_cpu_plan *plan, int64_t *partials
     plan->tasks = *partials = 0;
     for (int64_t b = 0; b < p->B; b++) {
         const orch_sequence s = orch_attention_sequence(p, b);
-        const orch_attention_cut cut = orch_attention_cut_forward(plan, &s);
+        const orch_attention_cut cut = cut_forward(plan, &s);
         if (plan->first_task) {
             plan->first_task[b] = plan->tasks;
             plan->first_partial[b] = *partials;
@@ -236,7 +192,7 @@ static orch_attention_task forward_task_at(const orch_attention_cpu_plan *plan, 
 {
     orch_attention_task task = {.b = find_batch(plan->first_task, plan->p->B, index)};
     task.sequence = orch_attention_sequence(plan->p, task.b);
-    task.cut = orch_attention_cut_forward(plan, &task.sequence);
+    task.cut = cut_forward(plan, &task.sequence);
     int64_t rest = index - plan->first_task[task.b];
     task.split = rest % task.cut.splits;
     rest /= task.cut.splits;
@@ -319,7 +275,7 @@ static size_t backward_plan(const orch_call *call, backward_job *job, char *scra
     job->splits = 1;
     for (int64_t b = 0; b < p->B; b++) {
         const orch_sequence s = orch_attention_sequence(p, b);
-        const orch_attention_cut cut = orch_attention_cut_backward(plan, &s);
+        const orch_attention_cut cut = cut_backward(plan, &s);
         job->splits = cut.splits > job->splits ? cut.splits : job->splits;
         plan->sums_rows = s.S > plan->sums_rows ? s.S : plan->sums_rows;
     }
@@ -348,7 +304,7 @@ static orch_attention_task backward_task_at(const orch_attention_cpu_plan *plan,
 {
     orch_attention_task task = {.b = pair / plan->p->G, .g = pair % plan->p->G, .split = split};
     task.sequence = orch_attention_sequence(plan->p, task.b);
-    task.cut = orch_attention_cut_backward(plan, &task.sequence);
+    task.cut = cut_backward(plan, &task.sequence);
     return task;
 }
 

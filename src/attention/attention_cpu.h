@@ -6,12 +6,6 @@
 
 #include "attention/attention.h"
 
-/* Sizes that a kernel's build fixes. */
-typedef struct orch_attention_cpu_shape {
-    int64_t panel;      /* queries in a panel: their lanes */
-    int64_t real_bytes; /* 4 or 8 */
-} orch_attention_cpu_shape;
-
 /* How the queries of one batch element are cut up. Panels of one key head g: with T >= panel they
  * hold rows of one query head; with fewer rows several heads of the group share a panel. */
 typedef struct orch_attention_cut {
@@ -52,30 +46,27 @@ typedef struct orch_attention_task {
     orch_attention_cut cut;
 } orch_attention_task;
 
-orch_attention_cut orch_attention_cut_forward(const orch_attention_cpu_plan *plan,
-                                              const orch_sequence *s);
-orch_attention_cut orch_attention_cut_backward(const orch_attention_cpu_plan *plan,
-                                               const orch_sequence *s);
-
-/* The kernels of one build. */
+/* The kernels of one build, and the sizes that it fixes; attention_cpu_kernels.h tells what each
+ * does. */
 typedef struct orch_attention_cpu_kernels {
-    orch_attention_cpu_shape shape;
-    size_t (*forward_bytes)(const orch_attention_cpu_plan *plan); /* scratch per worker */
+    int64_t panel; /* queries in a panel: its lanes */
+    int64_t real_bytes;
+    size_t (*forward_bytes)(const orch_attention_cpu_plan *plan);
     void (*forward)(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
                     char *scratch);
-    /* Combines the splits of one block's partial results; task->split is not used. */
     void (*combine)(const orch_attention_cpu_plan *plan, const orch_attention_task *task);
     size_t (*backward_bytes)(const orch_attention_cpu_plan *plan);
-    /* All query blocks of (b, g) that belong to task->split, summed into sums (zeroed first). */
     void (*backward)(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
                      char *scratch, void *sums);
-    /* Adds up `splits` neighbouring sums and stores keys [j0, j1) of dk and dv. */
     void (*store_sums)(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
                        void *sums, int64_t splits, int64_t j0, int64_t j1);
-    /* One owner tile of dbias, where elements have several contributors. */
-    void (*dbias)(const orch_attention_cpu_plan *plan, int64_t task, char *scratch);
+    void (*dbias)(const orch_attention_cpu_plan *plan, int64_t index, char *scratch);
     int64_t (*dbias_tasks)(const orch_attention_cpu_plan *plan);
     void (*dsinks)(const orch_attention_cpu_plan *plan, int64_t h);
 } orch_attention_cpu_kernels;
+
+extern const orch_attention_cpu_kernels orch_cpu_attention_avx2_f32, orch_cpu_attention_avx2_f64,
+    orch_cpu_attention_neon_f32, orch_cpu_attention_neon_f64, orch_cpu_attention_scalar_f32,
+    orch_cpu_attention_scalar_f64;
 
 #endif

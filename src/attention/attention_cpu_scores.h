@@ -11,7 +11,7 @@
 
 #include <math.h>
 
-#include "attention/attention_cpu.h"
+#include "attention/attention_cpu_kernels.h"
 #include "simd/pack.h"
 #include "simd/simd_math.h"
 
