@@ -13,7 +13,7 @@ all:
 	@mkdir -p $(BUILD)
 	@cmake -S . -B $(BUILD) -DCMAKE_BUILD_TYPE=Release $(CMAKE_FLAGS) >$(BUILD)/configure.log 2>&1 || \
 	    { cat $(BUILD)/configure.log >&2; exit 1; }
-	@MAKEFLAGS= cmake --build $(BUILD) --parallel $(JOBS)
+	@MAKEFLAGS= cmake --build $(BUILD) --parallel $(JOBS) -- --no-print-directory
 
 setup-build setup-bench setup-test:
 	@tools/setup $(@:setup-%=%)
