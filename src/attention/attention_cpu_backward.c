@@ -9,7 +9,8 @@
 
 size_t ORCH_K(attention_backward_bytes)(const orch_attention_cpu_plan *plan)
 {
-    return gradient_layout(plan, NULL, NULL);
+    gradient_state unused;
+    return gradient_layout(plan, NULL, &unused);
 }
 
 /* Rows of q or dout as they are, lane after lane: in place where they are whole vectors of reals.

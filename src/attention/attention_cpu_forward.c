@@ -24,29 +24,22 @@ static size_t forward_layout(const orch_attention_cpu_plan *plan, char *scratch,
     const orch_attention *p = plan->p;
     const int64_t n = plan->block_panels, keys = plan->block_keys;
     size_t at = 0;
-    forward_state unused;
-    state = state ? state : &unused;
-#define TAKE(field, type, count)                                \
-    do {                                                        \
-        state->field = scratch ? (type *)(scratch + at) : NULL; \
-        at += ((size_t)(count) * sizeof(type) + 63) / 64 * 64;  \
-    } while (0)
-    TAKE(panels, panel, n);
-    TAKE(q, real, n * p->D * PANEL);
-    TAKE(o, real, n * p->E * PANEL);
-    TAKE(m, real, n * PANEL);
-    TAKE(l, real, n * PANEL);
-    TAKE(scores, real, keys * PANEL);
-    TAKE(block, real, keys * PANEL);
-    TAKE(k, real, keys * p->D);
-    TAKE(v, real, keys * p->E);
-#undef TAKE
+    state->panels = take(scratch, &at, n, sizeof(panel));
+    state->q = take(scratch, &at, n * p->D * PANEL, sizeof(real));
+    state->o = take(scratch, &at, n * p->E * PANEL, sizeof(real));
+    state->m = take(scratch, &at, n * PANEL, sizeof(real));
+    state->l = take(scratch, &at, n * PANEL, sizeof(real));
+    state->scores = take(scratch, &at, keys * PANEL, sizeof(real));
+    state->block = take(scratch, &at, keys * PANEL, sizeof(real));
+    state->k = take(scratch, &at, keys * p->D, sizeof(real));
+    state->v = take(scratch, &at, keys * p->E, sizeof(real));
     return at;
 }
 
 size_t ORCH_K(attention_forward_bytes)(const orch_attention_cpu_plan *plan)
 {
-    return forward_layout(plan, NULL, NULL);
+    forward_state unused;
+    return forward_layout(plan, NULL, &unused);
 }
 
 /* Rows [j, j + rows) of scores, as 2^(s - base), also added to sum. `rows` and `vectors` are

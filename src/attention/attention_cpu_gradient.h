@@ -31,30 +31,22 @@ static size_t gradient_layout(const orch_attention_cpu_plan *plan, char *scratch
     const int64_t n = plan->block_panels, keys = plan->block_keys;
     const bool owner_dbias = p->dbias.present && !plan->dbias_direct;
     size_t at = 0;
-    gradient_state unused;
-    state = state ? state : &unused;
-#define TAKE(field, type, count)                                \
-    do {                                                        \
-        state->field = scratch ? (type *)(scratch + at) : NULL; \
-        at += ((size_t)(count) * sizeof(type) + 63) / 64 * 64;  \
-    } while (0)
-    TAKE(panels, panel, n);
-    TAKE(q, real, n * p->D * PANEL);
-    TAKE(dout, real, n * p->E * PANEL);
-    TAKE(lse_hi, real, n * PANEL);
-    TAKE(lse_lo, real, n * PANEL);
-    TAKE(delta, real, n * PANEL);
-    TAKE(p, real, n * keys * PANEL);
-    TAKE(ds, real, n * keys * PANEL);
-    TAKE(block, real, keys * PANEL);
-    TAKE(slopes, real, keys * PANEL);
-    TAKE(k, real, keys * p->D);
-    TAKE(v, real, keys * p->E);
-    TAKE(dq, real, n * p->D * PANEL);
-    TAKE(q_rows, real, n * PANEL * plan->width_k);
-    TAKE(dout_rows, real, n * PANEL * plan->width_v);
-    TAKE(dbias, double, owner_dbias ? n *PANEL *keys : 0);
-#undef TAKE
+    state->panels = take(scratch, &at, n, sizeof(panel));
+    state->q = take(scratch, &at, n * p->D * PANEL, sizeof(real));
+    state->dout = take(scratch, &at, n * p->E * PANEL, sizeof(real));
+    state->lse_hi = take(scratch, &at, n * PANEL, sizeof(real));
+    state->lse_lo = take(scratch, &at, n * PANEL, sizeof(real));
+    state->delta = take(scratch, &at, n * PANEL, sizeof(real));
+    state->p = take(scratch, &at, n * keys * PANEL, sizeof(real));
+    state->ds = take(scratch, &at, n * keys * PANEL, sizeof(real));
+    state->block = take(scratch, &at, keys * PANEL, sizeof(real));
+    state->slopes = take(scratch, &at, keys * PANEL, sizeof(real));
+    state->k = take(scratch, &at, keys * p->D, sizeof(real));
+    state->v = take(scratch, &at, keys * p->E, sizeof(real));
+    state->dq = take(scratch, &at, n * p->D * PANEL, sizeof(real));
+    state->q_rows = take(scratch, &at, n * PANEL * plan->width_k, sizeof(real));
+    state->dout_rows = take(scratch, &at, n * PANEL * plan->width_v, sizeof(real));
+    state->dbias = take(scratch, &at, owner_dbias ? n * PANEL * keys : 0, sizeof(double));
     return at;
 }
 

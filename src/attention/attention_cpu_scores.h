@@ -15,6 +15,15 @@
 #include "simd/pack.h"
 #include "simd/simd_math.h"
 
+/* The next `count` elements of a worker's scratch, aligned to 64; NULL while scratch is NULL and
+ * only the size counts. */
+static inline void *take(char *scratch, size_t *at, int64_t count, size_t size)
+{
+    void *taken = scratch ? scratch + *at : NULL;
+    *at += ((size_t)count * size + 63) / 64 * 64;
+    return taken;
+}
+
 typedef struct panel {
     int64_t head[PANEL], query[PANEL]; /* of each lane */
     int lanes;                         /* in use; those behind repeat the last one */

@@ -5,76 +5,99 @@
 #include <immintrin.h>
 
 #if defined(ORCH_REAL_F32)
-
 typedef __m256 v_real;
-typedef __m256 v_mask;
+#define M(op) _mm256_##op##_ps
+#else
+typedef __m256d v_real;
+#define M(op) _mm256_##op##_pd
+#endif
 
-ORCH_INLINE v_real v_load(const float *p)
+typedef v_real v_mask;
+
+ORCH_INLINE v_real v_load(const real *p)
 {
-    return _mm256_loadu_ps(p);
+    return M(loadu)(p);
 }
-ORCH_INLINE void v_store(float *p, v_real a)
+
+ORCH_INLINE void v_store(real *p, v_real a)
 {
-    _mm256_storeu_ps(p, a);
+    M(storeu)(p, a);
 }
-ORCH_INLINE v_real v_set1(float a)
+
+ORCH_INLINE v_real v_set1(real a)
 {
-    return _mm256_set1_ps(a);
+    return M(set1)(a);
 }
+
 ORCH_INLINE v_real v_add(v_real a, v_real b)
 {
-    return _mm256_add_ps(a, b);
+    return M(add)(a, b);
 }
+
 ORCH_INLINE v_real v_sub(v_real a, v_real b)
 {
-    return _mm256_sub_ps(a, b);
+    return M(sub)(a, b);
 }
+
 ORCH_INLINE v_real v_mul(v_real a, v_real b)
 {
-    return _mm256_mul_ps(a, b);
+    return M(mul)(a, b);
 }
+
 ORCH_INLINE v_real v_div(v_real a, v_real b)
 {
-    return _mm256_div_ps(a, b);
+    return M(div)(a, b);
 }
+
 ORCH_INLINE v_real v_fma(v_real a, v_real b, v_real c)
 {
-    return _mm256_fmadd_ps(a, b, c);
+    return M(fmadd)(a, b, c);
 }
+
 ORCH_INLINE v_real v_fnma(v_real a, v_real b, v_real c)
 {
-    return _mm256_fnmadd_ps(a, b, c);
+    return M(fnmadd)(a, b, c);
 }
+
 ORCH_INLINE v_real v_max(v_real a, v_real b)
 {
-    return _mm256_max_ps(a, b);
+    return M(max)(a, b);
 }
+
 ORCH_INLINE v_real v_min(v_real a, v_real b)
 {
-    return _mm256_min_ps(a, b);
+    return M(min)(a, b);
 }
+
 ORCH_INLINE v_mask v_less(v_real a, v_real b)
 {
-    return _mm256_cmp_ps(a, b, _CMP_LT_OQ);
+    return M(cmp)(a, b, _CMP_LT_OQ);
 }
+
 ORCH_INLINE v_mask v_equal(v_real a, v_real b)
 {
-    return _mm256_cmp_ps(a, b, _CMP_EQ_OQ);
+    return M(cmp)(a, b, _CMP_EQ_OQ);
 }
+
 ORCH_INLINE v_real v_select(v_mask m, v_real a, v_real b)
 {
-    return _mm256_blendv_ps(b, a, m);
+    return M(blendv)(b, a, m);
 }
+
 ORCH_INLINE v_real v_abs(v_real a)
 {
-    return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a);
+    return M(andnot)(v_set1(R(-0.0)), a);
 }
 
 ORCH_INLINE v_real v_sign_of(v_real a, v_real b)
 {
-    __m256 sign = _mm256_set1_ps(-0.0f);
-    return _mm256_or_ps(_mm256_andnot_ps(sign, a), _mm256_and_ps(sign, b));
+    const v_real sign = v_set1(R(-0.0));
+    return M(or)(M(andnot)(sign, a), M(and)(sign, b));
 }
+
+#undef M
+
+#if defined(ORCH_REAL_F32)
 
 ORCH_INLINE v_real v_exponent(v_real a)
 {
@@ -129,76 +152,6 @@ ORCH_INLINE void v_store_f16(uint16_t *p, v_real a)
 }
 
 #else
-
-typedef __m256d v_real;
-typedef __m256d v_mask;
-
-ORCH_INLINE v_real v_load(const double *p)
-{
-    return _mm256_loadu_pd(p);
-}
-ORCH_INLINE void v_store(double *p, v_real a)
-{
-    _mm256_storeu_pd(p, a);
-}
-ORCH_INLINE v_real v_set1(double a)
-{
-    return _mm256_set1_pd(a);
-}
-ORCH_INLINE v_real v_add(v_real a, v_real b)
-{
-    return _mm256_add_pd(a, b);
-}
-ORCH_INLINE v_real v_sub(v_real a, v_real b)
-{
-    return _mm256_sub_pd(a, b);
-}
-ORCH_INLINE v_real v_mul(v_real a, v_real b)
-{
-    return _mm256_mul_pd(a, b);
-}
-ORCH_INLINE v_real v_div(v_real a, v_real b)
-{
-    return _mm256_div_pd(a, b);
-}
-ORCH_INLINE v_real v_fma(v_real a, v_real b, v_real c)
-{
-    return _mm256_fmadd_pd(a, b, c);
-}
-ORCH_INLINE v_real v_fnma(v_real a, v_real b, v_real c)
-{
-    return _mm256_fnmadd_pd(a, b, c);
-}
-ORCH_INLINE v_real v_max(v_real a, v_real b)
-{
-    return _mm256_max_pd(a, b);
-}
-ORCH_INLINE v_real v_min(v_real a, v_real b)
-{
-    return _mm256_min_pd(a, b);
-}
-ORCH_INLINE v_mask v_less(v_real a, v_real b)
-{
-    return _mm256_cmp_pd(a, b, _CMP_LT_OQ);
-}
-ORCH_INLINE v_mask v_equal(v_real a, v_real b)
-{
-    return _mm256_cmp_pd(a, b, _CMP_EQ_OQ);
-}
-ORCH_INLINE v_real v_select(v_mask m, v_real a, v_real b)
-{
-    return _mm256_blendv_pd(b, a, m);
-}
-ORCH_INLINE v_real v_abs(v_real a)
-{
-    return _mm256_andnot_pd(_mm256_set1_pd(-0.0), a);
-}
-
-ORCH_INLINE v_real v_sign_of(v_real a, v_real b)
-{
-    __m256d sign = _mm256_set1_pd(-0.0);
-    return _mm256_or_pd(_mm256_andnot_pd(sign, a), _mm256_and_pd(sign, b));
-}
 
 ORCH_INLINE v_real v_exponent(v_real a)
 {
