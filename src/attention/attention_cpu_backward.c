@@ -25,7 +25,7 @@ static key_rows block_rows(const orch_attention_task *task, const orch_view *vie
         return (key_rows){(const real *)view->data + at, view->row};
     }
     for (int64_t n = 0; n < count; n++) {
-        const char *row[PANEL];
+        char *row[PANEL];
         panel_rows(row, &state->panels[n], view, task);
         for (int lane = 0; lane < state->panels[n].lanes; lane++) {
             copy_rows(buffer + (n * PANEL + lane) * width, width, row[lane], view->dtype, 0,
@@ -111,32 +111,11 @@ static void key_sums(real *sums, int64_t width, const key_sum_inputs *in, int64_
 
 /* A block [keys][PANEL] of dS to rows of dbias, keys [j0, j1). */
 static void store_dbias(const orch_attention *p, const orch_attention_task *task, const panel *n,
-                        const real *ds, int64_t j0, int64_t j1)
+                        const real *ds, const real unscaled[PANEL], int64_t j0, int64_t j1)
 {
-    const int64_t size = (int64_t)orchard_dtype_size(p->dbias.dtype);
-    const bool whole_vectors = size == (int64_t)sizeof(real) && p->dbias.column == 1;
-    const char *row[PANEL];
+    char *row[PANEL];
     score_rows(row, n, &p->dbias, task, j0);
-    for (int64_t j = 0; j < j1 - j0; j += VW) {
-        const int64_t keys = j1 - j0 - j < VW ? j1 - j0 - j : VW;
-        for (int half = 0; half < n->lanes; half += VW) {
-            v_real block[VW];
-            for (int r = 0; r < VW; r++) {
-                block[r] = r < keys ? v_canonical(v_load(ds + (j + r) * PANEL + half)) : v_zero();
-            }
-            v_transpose(block);
-            for (int lane = half; lane < n->lanes && lane < half + VW; lane++) {
-                char *to = (char *)(uintptr_t)row[lane] + j * p->dbias.column * size;
-                real keys_of_lane[VW];
-                if (whole_vectors && keys == VW) {
-                    v_store((real *)to, block[lane - half]);
-                    continue;
-                }
-                v_store(keys_of_lane, block[lane - half]);
-                store_row(to, p->dbias.dtype, p->dbias.column, keys_of_lane, keys);
-            }
-        }
-    }
+    unpack_panel(row, n->lanes, p->dbias.dtype, p->dbias.column, ds, j1 - j0, unscaled);
 }
 
 static void clear_dbias_keys(const orch_attention *p, const orch_attention_task *task,
@@ -144,12 +123,12 @@ static void clear_dbias_keys(const orch_attention *p, const orch_attention_task 
 {
     static const real zeros[64];
     const int64_t size = (int64_t)orchard_dtype_size(p->dbias.dtype);
-    const char *row[PANEL];
+    char *row[PANEL];
     score_rows(row, n, &p->dbias, task, 0);
     for (int lane = 0; lane < n->lanes; lane++) {
         for (int64_t j = j0; j < j1; j += 64) {
-            store_row((char *)(uintptr_t)row[lane] + j * p->dbias.column * size, p->dbias.dtype,
-                      p->dbias.column, zeros, j1 - j < 64 ? j1 - j : 64);
+            store_row(row[lane] + j * p->dbias.column * size, p->dbias.dtype, p->dbias.column,
+                      zeros, j1 - j < 64 ? j1 - j : 64);
         }
     }
 }
@@ -226,7 +205,7 @@ static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attent
         clear_rows(ds, z0, r0);
         clear_rows(ds, r1, z1);
         if (plan->dbias_direct) {
-            store_dbias(p, task, at, ds + r0 * PANEL, j0, j1);
+            store_dbias(p, task, at, ds + r0 * PANEL, unscaled, j0, j1);
         }
         if (p->softcap > 0) {
             for (int64_t i = 0; i < (r1 - r0) * PANEL; i += VW) {

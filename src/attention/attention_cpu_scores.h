@@ -75,39 +75,37 @@ static inline void panel_set(panel *n, const orch_attention *p, const orch_atten
     }
 }
 
-/* Where each lane's row of a tensor with q's rows starts; NULL for lanes not in use. */
-static inline void panel_rows(const char *row[PANEL], const panel *n, const orch_view *view,
+/* Where each lane's row of a tensor with q's rows starts. */
+static inline void panel_rows(char *row[PANEL], const panel *n, const orch_view *view,
                               const orch_attention_task *task)
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     for (int lane = 0; lane < PANEL; lane++) {
-        const int64_t at =
-            orch_row(view, task->b, n->head[lane], task->sequence.row_q + n->query[lane]);
-        row[lane] = lane < n->lanes ? view->data + at * size : NULL;
+        const int64_t i = task->sequence.row_q + n->query[lane];
+        row[lane] = view->data + orch_row(view, task->b, n->head[lane], i) * size;
     }
 }
 
+/* Rows of q, dout or out, transposed, times scale; zeros in lanes that are not in use. */
 static inline void panel_pack(real *packed, const panel *n, const orch_view *view,
                               const orch_attention_task *task, int64_t columns, real scale)
 {
-    const char *row[PANEL];
+    char *row[PANEL];
     panel_rows(row, n, view, task);
+    for (int lane = n->lanes; lane < PANEL; lane++) {
+        row[lane] = NULL;
+    }
     pack_panel(packed, row, view->dtype, view->column, columns, scale);
 }
 
-/* Stores columns of a transposed panel, times factor[lane], as rows of a tensor with q's rows. */
+/* Stores columns of a transposed panel, times factor[lane], as rows of out or dq. */
 static inline void panel_unpack(const panel *n, const orch_view *view,
                                 const orch_attention_task *task, const real *packed,
                                 int64_t columns, const real factor[PANEL])
 {
-    const char *row[PANEL];
-    real rows[PANEL * ORCH_ATTENTION_MAX_HEAD_SIZE];
+    char *row[PANEL];
     panel_rows(row, n, view, task);
-    unpack_panel(rows, columns, packed, columns, factor);
-    for (int lane = 0; lane < n->lanes; lane++) {
-        store_row((char *)(uintptr_t)row[lane], view->dtype, view->column, rows + lane * columns,
-                  columns);
-    }
+    unpack_panel(row, n->lanes, view->dtype, view->column, packed, columns, factor);
 }
 
 /* What q is multiplied with when it is packed: brings scores to units of log 2, or of the soft cap.
@@ -297,7 +295,7 @@ static inline void weighted_rows(real *sum, key_rows x, const real *weights,
 /* ---- Options --------------------------------------------------------------------------------- */
 
 /* Where each lane's row of bias or mask starts, at key j0. */
-static void score_rows(const char *row[PANEL], const panel *n, const orch_view *view,
+static void score_rows(char *row[PANEL], const panel *n, const orch_view *view,
                        const orch_attention_task *task, int64_t j0)
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
@@ -314,7 +312,7 @@ static inline void prefetch_scores(const panel *n, const orch_view *view,
                                    const orch_attention_task *task, int64_t j0, int64_t j1)
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
-    const char *row[PANEL];
+    char *row[PANEL];
     if (!view->present || view->column != 1) {
         return;
     }
@@ -394,7 +392,7 @@ static void score_options(real *scores, const orch_attention *p, const orch_atte
                           const panel *n, int64_t j0, int64_t j1, real *block, real *slopes)
 {
     const int64_t keys = j1 - j0, count = keys * PANEL;
-    const char *row[PANEL];
+    char *row[PANEL];
     if (p->softcap > 0) {
         apply_softcap(scores, count, (real)(p->softcap * LOG2E), slopes);
     }

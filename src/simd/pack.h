@@ -53,7 +53,7 @@ ORCH_INLINE v_real load_vector(const char *p, orchard_dtype dtype)
 /* A transposed panel of columns [0, columns) times `scale`, from rows that start at row[0 ...
  * PANEL-1] (NULL: a row of zeros) and have `stride` elements between columns; stored, or added to
  * what is there. */
-ORCH_INLINE void pack_panel_of(real *panel, const char *const row[PANEL], orchard_dtype dtype,
+ORCH_INLINE void pack_panel_of(real *panel, char *const row[PANEL], orchard_dtype dtype,
                                size_t size, int64_t stride, int64_t columns, real scale, bool add)
 {
     const v_real factor = v_set1(scale);
@@ -153,32 +153,6 @@ ORCH_INLINE void store_row_of(char *dst, orchard_dtype dtype, size_t size, int64
     }
 }
 
-/* Rows [0, PANEL) out of a transposed panel, times factor[row]: the opposite of pack_panel, into
- * `rows`. */
-ORCH_INLINE void unpack_panel(real *rows, int64_t width, const real *panel, int64_t columns,
-                              const real factor[PANEL])
-{
-    for (int half = 0; half < PANEL; half += VW) {
-        const v_real scale = v_load(factor + half);
-        int64_t c = 0;
-        for (; c + VW <= columns; c += VW) {
-            v_real block[VW];
-            for (int i = 0; i < VW; i++) {
-                block[i] = v_mul(v_load(panel + (c + i) * PANEL + half), scale);
-            }
-            v_transpose(block);
-            for (int i = 0; i < VW; i++) {
-                v_store(rows + (half + i) * width + c, block[i]);
-            }
-        }
-        for (; c < columns; c++) {
-            for (int i = half; i < half + VW; i++) {
-                rows[i * width + c] = panel[c * PANEL + i] * factor[i];
-            }
-        }
-    }
-}
-
 /* The dtype is decided once per call, so that the loops inside are free of it. */
 #if defined(ORCH_REAL_F32)
 #define PACK_FOR_DTYPE(dtype, CALL) \
@@ -208,7 +182,7 @@ ORCH_INLINE void unpack_panel(real *rows, int64_t width, const real *panel, int6
     }
 #endif
 
-static inline void pack_panel(real *panel, const char *const row[PANEL], orchard_dtype dtype,
+static inline void pack_panel(real *panel, char *const row[PANEL], orchard_dtype dtype,
                               int64_t stride, int64_t columns, real scale)
 {
 #define CALL(type, size) pack_panel_of(panel, row, type, size, stride, columns, scale, false)
@@ -217,7 +191,7 @@ static inline void pack_panel(real *panel, const char *const row[PANEL], orchard
 }
 
 /* panel += scale * the rows, transposed. */
-static inline void add_panel(real *panel, const char *const row[PANEL], orchard_dtype dtype,
+static inline void add_panel(real *panel, char *const row[PANEL], orchard_dtype dtype,
                              int64_t stride, int64_t columns, real scale)
 {
 #define CALL(type, size) pack_panel_of(panel, row, type, size, stride, columns, scale, true)
@@ -240,6 +214,37 @@ static inline void store_row(char *dst, orchard_dtype dtype, int64_t stride, con
 #define CALL(type, size) store_row_of(dst, type, size, stride, src, columns)
     PACK_FOR_DTYPE(dtype, CALL)
 #undef CALL
+}
+
+/* The opposite of pack_panel: columns of a transposed panel, times factor[lane], to `lanes` rows.
+ */
+static inline void unpack_panel(char *const row[PANEL], int lanes, orchard_dtype dtype,
+                                int64_t stride, const real *panel, int64_t columns,
+                                const real factor[PANEL])
+{
+    const int64_t size = (int64_t)orchard_dtype_size(dtype);
+    const bool whole_vectors = size == (int64_t)sizeof(real) && stride == 1;
+    for (int half = 0; half < lanes; half += VW) {
+        const v_real scale = v_load(factor + half);
+        for (int64_t c = 0; c < columns; c += VW) {
+            const int64_t count = columns - c < VW ? columns - c : VW;
+            v_real block[VW];
+            for (int i = 0; i < VW; i++) {
+                block[i] = i < count ? v_mul(v_load(panel + (c + i) * PANEL + half), scale) : scale;
+            }
+            v_transpose(block);
+            for (int i = 0; i < VW && half + i < lanes; i++) {
+                char *to = row[half + i] + c * stride * size;
+                real values[VW];
+                if (whole_vectors && count == VW) {
+                    v_store((real *)to, v_canonical(block[i]));
+                } else {
+                    v_store(values, block[i]);
+                    store_row(to, dtype, stride, values, count);
+                }
+            }
+        }
+    }
 }
 
 #endif

@@ -132,9 +132,11 @@ static inline double orch_log(double x)
     double m;
     memcpy(&m, &bits, sizeof m);
     const double s = (m - 1) / (m + 1), z = s * s;
+    static const double inverse[] = {1.0 / 3,  1.0 / 5,  1.0 / 7,  1.0 / 9,  1.0 / 11, 1.0 / 13,
+                                     1.0 / 15, 1.0 / 17, 1.0 / 19, 1.0 / 21, 1.0 / 23};
     double sum = 0;
-    for (int term = 23; term >= 3; term -= 2) {
-        sum = (sum + 1.0 / term) * z;
+    for (int term = 10; term >= 0; term--) {
+        sum = (sum + inverse[term]) * z;
     }
     return ((double)exponent + scale) * LN2 + 2 * (s + s * sum);
 }
