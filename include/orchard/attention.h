@@ -26,8 +26,8 @@
  * A query that sees no key: out 0, all its gradients 0, lse -inf (or the sink). NaN and Inf in a
  * key or value that no query of its batch element sees never reach an output; otherwise they spread
  * as in PyTorch. Sums are fp32, for fp64 tensors fp64. The same call gives the same bits with any
- * number of threads, on every instruction set, and however a batch is split into calls (gradients
- * that sum over the batch, dbias and dsinks, aside). */
+ * number of threads, on every instruction set, and however a batch is split into calls (what
+ * sums over the batch, dbias and dsinks, and dropout, which counts batch elements, aside). */
 #ifndef ORCHARD_ATTENTION_H
 #define ORCHARD_ATTENTION_H
 

@@ -4,7 +4,6 @@
 
 #include <inttypes.h>
 #include <math.h>
-#include <stdalign.h>
 
 #include "core/context.h"
 #include "core/philox.h"
@@ -422,9 +421,10 @@ static orchard_status check_options(const expected *e, const orchard_attention *
     const bool right = in->has_window && in->window_right >= 0 && in->window_right < ORCH_NO_LIMIT;
     p->window_left = left ? in->window_left : ORCH_NO_LIMIT;
     p->window_right = right ? in->window_right : ORCH_NO_LIMIT;
-    p->dropout = in->dropout;
     p->dropout_threshold = orch_dropout_threshold(in->dropout);
-    p->keep_scale = in->dropout < 1 ? 1 / (1 - in->dropout) : 0;
+    /* Below 2^-33 the threshold is 0 and nothing is dropped. */
+    p->dropout = p->dropout_threshold ? in->dropout : 0;
+    p->keep_scale = p->dropout < 1 ? 1 / (1 - p->dropout) : 0;
     p->seed[0] = (uint32_t)in->seed;
     p->seed[1] = (uint32_t)(in->seed >> 32);
     p->dropout_offset = in->dropout_offset;
@@ -498,7 +498,7 @@ static orchard_status check_aliasing(const expected *e, const operand *operands,
 orchard_status orch_attention_forward_check(const orchard_ctx *ctx, const void *caller_args,
                                             void *problem)
 {
-    /* dropout_offset came with 0.1.0; the header before it ended at seed. */
+    /* 0.0.1 is the header that the test of older programs is built with: it ends at seed. */
     static const orch_layout layouts[] = {
         {1, offsetof(orchard_attention_forward_args, attention.dropout_offset)},
         {100, sizeof(orchard_attention_forward_args)}};

@@ -65,6 +65,7 @@ typedef struct attention_case {
 /* A bench case of n queries and n keys, and a test case in which only the options matter. */
 #define CASE_SPEED(n, type) CASE_BENCH, CASE_SHAPE(1, 12, 12, n, n, 64, 64), .dtype = type
 #define CASE_OPTION CASE_TEST, CASE_SHAPE(2, 4, 2, 37, 53, 20, 20), .dtype = ORCHARD_F32
+#define CASE_DECODE CASE_TEST, CASE_SHAPE(2, 4, 2, 3, 1500, 16, 12), .dtype = ORCHARD_F32
 #define CASE_SIZE(t, s, d) CASE_TEST, CASE_SHAPE(1, 2, 1, t, s, d, d), .dtype = ORCHARD_F32
 
 static const attention_case attention_cases[] = {
@@ -111,6 +112,19 @@ static const attention_case attention_cases[] = {
      .causal = 1},
     {"size_1023_bf16", CASE_TEST, CASE_SHAPE(1, 1, 1, 257, 1023, 8, 8), .dtype = ORCHARD_BF16},
     {"head_size_512", CASE_SIZE(9, 21, 512)},
+    {"head_size_257", CASE_TEST, CASE_SHAPE(1, 1, 1, 40, 70, 257, 257), .dtype = ORCHARD_F32},
+    {"head_size_257_bf16", CASE_TEST, CASE_SHAPE(1, 1, 1, 40, 70, 257, 257), .dtype = ORCHARD_BF16},
+    {"head_size_257_f64", CASE_TEST, CASE_SHAPE(1, 1, 1, 40, 70, 257, 257), .dtype = ORCHARD_F64},
+    {"head_size_300", CASE_TEST, CASE_SHAPE(1, 2, 1, 40, 70, 300, 300), .dtype = ORCHARD_F32,
+     .causal = 1, .align = ORCHARD_BOTTOM_RIGHT},
+    {"head_size_300_bf16", CASE_TEST, CASE_SHAPE(1, 1, 1, 40, 70, 300, 300), .dtype = ORCHARD_BF16},
+    {"head_size_300_f64", CASE_TEST, CASE_SHAPE(1, 1, 1, 40, 70, 300, 300), .dtype = ORCHARD_F64},
+    {"value_size_512", CASE_TEST, CASE_SHAPE(1, 2, 1, 40, 70, 24, 512), .dtype = ORCHARD_F32},
+    {"value_size_512_bf16", CASE_TEST, CASE_SHAPE(1, 1, 1, 40, 70, 64, 512), .dtype = ORCHARD_BF16},
+    {"value_size_512_f64", CASE_TEST, CASE_SHAPE(1, 1, 1, 40, 70, 64, 512), .dtype = ORCHARD_F64},
+    {"head_size_512_tiles", CASE_TEST, CASE_SHAPE(1, 1, 1, 40, 70, 512, 512), .dtype = ORCHARD_F32},
+    {"head_size_512_bf16", CASE_TEST, CASE_SHAPE(1, 1, 1, 40, 70, 512, 512), .dtype = ORCHARD_BF16},
+    {"head_size_512_f64", CASE_TEST, CASE_SHAPE(1, 1, 1, 40, 70, 512, 512), .dtype = ORCHARD_F64},
     {"head_size_511", CASE_TEST, CASE_SHAPE(1, 1, 1, 7, 19, 511, 5), .dtype = ORCHARD_F16},
     {"head_sizes_differ", CASE_TEST, CASE_SHAPE(1, 2, 2, 33, 41, 5, 129), .dtype = ORCHARD_F32},
     {"more_queries", CASE_SIZE(131, 5, 12)},
@@ -131,6 +145,35 @@ static const attention_case attention_cases[] = {
      .gradients = GRAD_QKV | GRAD_SINKS},
     {"no_queries_bias", CASE_TEST, CASE_SHAPE(2, 2, 2, 0, 7, 8, 8), .dtype = ORCHARD_F32,
      .bias = "1H1S", .gradients = GRAD_QKV | GRAD_BIAS},
+
+    /* ---- Few queries, and so many keys that these are split ---------------------------------- */
+    {"split_sinks", CASE_DECODE, .sinks = 1, .dlse = 1, .gradients = GRAD_QKV | GRAD_SINKS},
+    {"split_mask", CASE_DECODE, .mask = "BHTS"},
+    {"split_bias", CASE_DECODE, .bias = "BHTS", .bias_holes = 1,
+     .gradients = GRAD_QKV | GRAD_BIAS},
+    {"split_bias_keys", CASE_DECODE, .bias = "1H1S", .mask = "B11S",
+     .gradients = GRAD_QKV | GRAD_BIAS},
+    {"split_causal", CASE_DECODE, .causal = 1, .align = ORCHARD_BOTTOM_RIGHT},
+    {"split_causal_first_keys", CASE_DECODE, .causal = 1},
+    {"split_window", CASE_DECODE, .causal = 1, .align = ORCHARD_BOTTOM_RIGHT, .has_window = 1,
+     .window_left = 700, .window_right = 0, .sinks = 1, .gradients = GRAD_QKV | GRAD_SINKS},
+    {"split_dropout", CASE_DECODE, .dropout = 0.3, .seed = 11, .dropout_offset = 3},
+    {"split_key_lengths", CASE_DECODE, .has_key_lengths = 1, .key_lengths = {1300, 3}},
+    {"split_alibi_softcap", CASE_DECODE, .alibi = 2, .align = ORCHARD_BOTTOM_RIGHT, .softcap = 5},
+    {"split_packed", CASE_TEST, CASE_SHAPE(3, 4, 2, 4, 2100, 8, 8), .dtype = ORCHARD_F32,
+     .packed = 1, .lengths_t = {1, 4, 3}, .lengths_s = {2100, 40, 1025}, .causal = 1,
+     .align = ORCHARD_BOTTOM_RIGHT},
+    {"split_f64", CASE_TEST, CASE_SHAPE(1, 4, 2, 3, 1500, 12, 7), .dtype = ORCHARD_F64,
+     .sinks = 1, .bias = "BHTS", .gradients = GRAD_QKV | GRAD_BIAS | GRAD_SINKS},
+    {"split_bf16", CASE_TEST, CASE_SHAPE(1, 4, 2, 2, 1500, 16, 16), .dtype = ORCHARD_BF16,
+     .layout = LAYOUT_BTHD, .mask = "B1TS", .sinks = 1, .gradients = GRAD_QKV | GRAD_SINKS},
+    {"split_f16", CASE_TEST, CASE_SHAPE(1, 4, 1, 1, 1700, 16, 24), .dtype = ORCHARD_F16,
+     .layout = LAYOUT_SLICED, .dropout = 0.1, .seed = 5},
+    {"split_everything", CASE_DECODE, .sinks = 1, .mask = "1HTS", .bias = "B1TS", .bias_holes = 1,
+     .causal = 1, .align = ORCHARD_BOTTOM_RIGHT, .has_window = 1, .window_left = 1100,
+     .window_right = -1, .dropout = 0.2, .seed = 9, .has_key_lengths = 1,
+     .key_lengths = {1390, 1500}, .alibi = 1, .dlse = 1,
+     .gradients = GRAD_QKV | GRAD_BIAS | GRAD_SINKS},
 
     /* ---- Layouts ----------------------------------------------------------------------------- */
     {"layout_bthd", CASE_OPTION, .layout = LAYOUT_BTHD},

@@ -1,6 +1,6 @@
-/* The CPU backend of attention: block sizes, scratch, and how the work is shared out. All block
- * sizes follow from the shapes of one batch element, never from the number of threads or the batch
- * size, so that neither changes a bit of the result. */
+/* The CPU backend of attention: block sizes, scratch, and how the work is shared out. Whatever
+ * decides the order of a sum follows from the shapes of one batch element, never from the number of
+ * threads or the batch size, so that neither changes a bit of the result. */
 #include "attention/attention_cpu.h"
 
 #include "core/context.h"
@@ -294,7 +294,11 @@ static size_t backward_plan(const orch_call *call, backward_job *job, char *scra
 
 static const char *backward_plan_slot(const orch_call *call, size_t *scratch_bytes)
 {
+    const orch_attention *p = call->problem;
     backward_job job;
+    if (p->dsinks.present && p->H > 0 && p->total_t > (INT64_C(1) << 48) / p->H) {
+        return "more rows than the terms of dsinks have room for";
+    }
     *scratch_bytes = backward_plan(call, &job, NULL);
     return NULL;
 }

@@ -1,6 +1,5 @@
-/* Between attention_cpu.c, which plans and shares out work, and the kernels, which are compiled
- * once per instruction set and element type. Block sizes depend on shapes alone: they decide the
- * order of sums. */
+/* Between attention_cpu.c, which plans and shares out work, and the kernels, which are compiled once
+ * per instruction set and element type. */
 #ifndef ORCH_ATTENTION_CPU_H
 #define ORCH_ATTENTION_CPU_H
 

@@ -37,6 +37,8 @@ static key_rows block_rows(const orch_attention_task *task, const orch_view *vie
 
 /* Where a panel's part of a tile lies, in rows of the tile: rounded outwards to whole register
  * tiles, with zeros in the rows that this adds. */
+#define MAX_BLOCK_PANELS 16
+
 typedef struct panel_span {
     int64_t first, last;
 } panel_span;
@@ -158,7 +160,8 @@ static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_att
         v_store(power + c, v_exp2(v_load(power + c)));
     }
     for (int lane = 0; lane < n->lanes; lane++) {
-        const int64_t row = p->cu_seqlens_q.data ? task->sequence.row_q : task->b * p->T;
+        const int64_t row =
+            orch_tensor_present(&p->cu_seqlens_q) ? task->sequence.row_q : task->b * p->T;
         real *term = (real *)plan->sink_terms + n->head[lane] * p->total_t + row + n->query[lane];
         *term = -(power[lane] * delta[lane]);
     }
@@ -238,7 +241,7 @@ static void backward_block(const orch_attention_cpu_plan *plan, const orch_atten
     const orch_attention *p = plan->p;
     const int64_t left = task->cut.panels - task->block * plan->block_panels;
     const int64_t count = left < plan->block_panels ? left : plan->block_panels;
-    panel_span spans[64];
+    panel_span spans[MAX_BLOCK_PANELS];
     gradient_start(plan, task, state, count);
     int64_t lo = INT64_MAX, hi = 0;
     for (int64_t n = 0; n < count; n++) {

@@ -58,7 +58,7 @@ static void panel_statistics(const orch_attention *p, const orch_attention_task 
     const panel *n = &state->panels[index];
     real *hi = state->lse_hi + index * PANEL, *lo = state->lse_lo + index * PANEL;
     real *delta = state->delta + index * PANEL;
-    real *out = state->p; /* free until the first tile */
+    real *out = state->v; /* free until the first tile, and larger than a panel */
     panel_pack(out, n, &p->out, task, p->E, 1);
     for (int c = 0; c < PANEL; c += VW) {
         v_real sum = v_zero();

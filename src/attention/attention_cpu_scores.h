@@ -109,10 +109,11 @@ static inline void panel_unpack(const panel *n, const orch_view *view,
 }
 
 /* What q is multiplied with when it is packed: brings scores to units of log 2, or of the soft cap.
- */
+ * Kept finite, since 0 times infinity would be NaN. */
 static inline real query_scale(const orch_attention *p)
 {
-    return (real)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2E);
+    const double scale = p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2E;
+    return scale > REAL_MAX ? REAL_MAX : scale < -REAL_MAX ? -REAL_MAX : (real)scale;
 }
 
 /* ---- Keys and values as reals ---------------------------------------------------------------- */
@@ -145,11 +146,12 @@ static inline bool row_is_finite(const real *row, int64_t columns)
     return sum == 0;
 }
 
-/* Whether no query of the batch element sees key j. */
+/* Whether no query of the batch element sees key j of this key head. */
 static bool key_is_dead(const orch_attention *p, const orch_attention_task *task, int64_t j)
 {
     const orch_view *mask = &p->mask, *bias = &p->bias;
-    for (int64_t h = 0; h < p->H; h++) {
+    const int64_t group = p->H / p->G;
+    for (int64_t h = task->g * group; h < (task->g + 1) * group; h++) {
         for (int64_t i = 0; i < task->sequence.T; i++) {
             int64_t lo, hi;
             orch_attention_range(p, &task->sequence, i, &lo, &hi);

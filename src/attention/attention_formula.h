@@ -114,7 +114,8 @@ static inline double formula_keep(const formula *f, int64_t i, int64_t j)
     const attention_case *c = &f->p->c;
     uint32_t word[4] = {(uint32_t)(j / 4), (uint32_t)i, (uint32_t)(f->b * c->H + f->h),
                         c->dropout_offset};
-    if (c->dropout == 0) {
+    /* The mask has 32 bits: what rounds to 0 there drops nothing. */
+    if (c->dropout * 4294967296.0 < 0.5) {
         return 1;
     }
     orch_philox4x32(word, (uint32_t)c->seed, (uint32_t)(c->seed >> 32));

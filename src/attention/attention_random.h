@@ -12,6 +12,13 @@ static inline int64_t draw_length(uint64_t *state, int64_t limit)
     return 1 + draw_below(state, most < limit ? most : limit);
 }
 
+/* 0 ... most; of many keys mostly so many that they are still split. */
+static inline int64_t draw_key_length(uint64_t *state, int64_t most)
+{
+    const int64_t least = most > 1024 && !draw_once_in(state, 4) ? 1024 : 0;
+    return draw_once_in(state, 6) ? 0 : least + draw_below(state, most - least + 1);
+}
+
 static inline int64_t draw_head_size(uint64_t *state)
 {
     static const uint8_t usual[] = {1,  2,  3,  4,  5,  7,  8,  12, 15,
@@ -56,6 +63,17 @@ static inline void draw_shape(attention_case *c, uint64_t *state, int64_t max_si
     }
 }
 
+/* Few queries and so many keys that these are split, whatever max_size is. */
+static inline void draw_decode_shape(attention_case *c, uint64_t *state)
+{
+    c->layout = c->layout == LAYOUT_QKV ? LAYOUT_BTHD : c->layout;
+    c->B = 1 + draw_below(state, 2);
+    c->T = 1 + draw_below(state, 4);
+    c->S = 1024 + draw_below(state, 1477);
+    c->D = 1 + draw_below(state, 16);
+    c->E = draw_below(state, 2) ? c->D : 1 + draw_below(state, 16);
+}
+
 static inline void draw_lengths(attention_case *c, uint64_t *state)
 {
     const bool can_pack = !c->rank3 && c->layout != LAYOUT_QKV && c->layout != LAYOUT_REPEATED;
@@ -66,7 +84,7 @@ static inline void draw_lengths(attention_case *c, uint64_t *state)
         c->T = c->S = 0;
         for (int64_t b = 0; b < c->B; b++) {
             c->lengths_t[b] = draw_once_in(state, 5) ? 0 : draw_below(state, most_t + 1);
-            c->lengths_s[b] = draw_once_in(state, 5) ? 0 : draw_below(state, most_s + 1);
+            c->lengths_s[b] = draw_key_length(state, most_s);
             c->T = c->lengths_t[b] > c->T ? c->lengths_t[b] : c->T;
             c->S = c->lengths_s[b] > c->S ? c->lengths_s[b] : c->S;
         }
@@ -78,7 +96,7 @@ static inline void draw_lengths(attention_case *c, uint64_t *state)
     if (draw_once_in(state, 5)) {
         c->has_key_lengths = 1;
         for (int64_t b = 0; b < c->B; b++) {
-            c->key_lengths[b] = draw_once_in(state, 8) ? 0 : draw_below(state, c->S + 1);
+            c->key_lengths[b] = draw_key_length(state, c->S);
         }
     }
 }
@@ -98,7 +116,7 @@ static inline void draw_masks(attention_case *c, uint64_t *state)
 static inline void draw_options(attention_case *c, uint64_t *state)
 {
     static const double scales[] = {0, -0.3, 1, 0.05, -1, 0.125};
-    static const double dropouts[] = {0.1, 0.5, 0.9, 0.25, 1, 0.001};
+    static const double dropouts[] = {0.1, 0.5, 0.9, 0.25, 1, 1e-12};
     const bool half = c->dtype == ORCHARD_F16 || c->dtype == ORCHARD_BF16;
     if (draw_once_in(state, 4)) {
         c->has_scale = 1;
@@ -137,6 +155,9 @@ static inline attention_case random_case(uint64_t seed, int64_t index, int64_t m
     state ^= draw_bits(&mixed);
     attention_case c = {.name = "random", .use = CASE_TEST};
     draw_shape(&c, &state, max_size);
+    if (draw_once_in(&state, 40)) {
+        draw_decode_shape(&c, &state);
+    }
     draw_lengths(&c, &state);
     draw_masks(&c, &state);
     draw_options(&c, &state);

@@ -1,13 +1,11 @@
-/* Which room answers for which operation, and which backends this build has: one line each. */
+/* Which room answers for which operation, and which backends this build has. An operation of the
+ * list in core/ops.h whose room does not define orch_<op>_check does not link. */
 #include "attention/attention.h"
 #include "backend/backend.h"
 
-const orch_op_entry orch_op_entries[ORCH_OP_COUNT] = {
-    [ORCH_OP_attention_forward] = {"attention_forward", sizeof(orch_attention),
-                                   orch_attention_forward_check},
-    [ORCH_OP_attention_backward] = {"attention_backward", sizeof(orch_attention),
-                                    orch_attention_backward_check},
-};
+#define ENTRY(op) [ORCH_OP_##op] = {#op, orch_##op##_check},
+const orch_op_entry orch_op_entries[ORCH_OP_COUNT] = {ORCH_OPS(ENTRY)};
+#undef ENTRY
 
 _Static_assert(sizeof(orch_attention) <= ORCH_MAX_PROBLEM_SIZE, "grow ORCH_MAX_PROBLEM_SIZE");
 

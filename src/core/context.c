@@ -130,7 +130,7 @@ orchard_status orchard_ctx_create_version(orchard_ctx **out, const orchard_ctx_o
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: ctx is NULL");
     }
     *out = NULL;
-    if (header_version < 1 || header_version / 10000 > ORCHARD_VERSION_MAJOR) {
+    if (header_version < 1 || header_version > ORCHARD_HEADER_VERSION) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT,
                          "ctx_create: the program was built with header version "
                          "%d.%d.%d, this library is %s",

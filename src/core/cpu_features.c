@@ -13,7 +13,7 @@
 const char *const orch_isa_names[ORCH_ISA_COUNT] = {
     [ORCH_ISA_AVX2] = "avx2", [ORCH_ISA_NEON] = "neon", [ORCH_ISA_SCALAR] = "scalar"};
 
-#if defined(__x86_64__)
+#if defined(ORCH_HAVE_AVX2)
 /* The CPU may have AVX2 while the operating system does not save its registers: xgetbv tells. */
 static bool has_avx2(void)
 {
@@ -35,10 +35,11 @@ bool orch_isa_runs(orch_isa isa)
     switch (isa) {
     case ORCH_ISA_SCALAR:
         return true;
-#if defined(__x86_64__)
+#if defined(ORCH_HAVE_AVX2)
     case ORCH_ISA_AVX2:
         return has_avx2();
-#elif defined(__aarch64__)
+#endif
+#if defined(ORCH_HAVE_NEON)
     case ORCH_ISA_NEON:
         return true;
 #endif

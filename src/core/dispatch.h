@@ -34,7 +34,6 @@ typedef struct orch_backend {
 /* What core must know of a room's operation (defined in backend/ops.c). */
 typedef struct orch_op_entry {
     const char *name;
-    size_t problem_size;
     /* Checks args and fills the problem. */
     orchard_status (*check)(const orchard_ctx *ctx, const void *args, void *problem);
 } orch_op_entry;

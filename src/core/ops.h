@@ -1,6 +1,6 @@
 /* The one list of operations. A line here makes the enum value, the name that explain and report
- * use, and a row in every backend's table; the build does not link until the room has an entry in
- * backend/ops.c. */
+ * use, the entry of its check and the slot of its reference: without orch_<op>_check and
+ * orch_<op>_ref the library does not link. */
 #ifndef ORCH_OPS_H
 #define ORCH_OPS_H
 

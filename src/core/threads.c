@@ -6,6 +6,7 @@
 #include "core/threads.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <time.h>
@@ -70,7 +71,7 @@ static int64_t nanoseconds(void)
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* Spins until *value differs from (or equals) `than`; false when the time is up. */
+/* Spins until *value differs from `than`; false when the time is up. */
 static bool spin_while(atomic_uint *value, unsigned than)
 {
     for (int64_t end = nanoseconds() + SPIN_NANOSECONDS; nanoseconds() < end;) {
@@ -154,11 +155,18 @@ __attribute__((destructor)) static void stop_workers(void)
     pthread_mutex_unlock(&pool.busy);
 }
 
-/* Grows the pool to `wanted` workers; fewer if the system refuses. */
+/* Grows the pool to `wanted` workers; fewer if the system refuses. Workers take no signals: the
+ * host's handlers must run on the host's threads. */
 static void grow(int32_t wanted)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
+    sigset_t all, before;
+    if (pool.thread_count >= wanted) {
+        return;
+    }
     pthread_once(&once, register_fork_handlers);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.thread_count < wanted) {
         intptr_t index = pool.thread_count + 1;
         if (pthread_create(&pool.threads[pool.thread_count], NULL, worker_main, (void *)index)) {
@@ -166,11 +174,15 @@ static void grow(int32_t wanted)
         }
         pool.thread_count++;
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 /* Runs the job on the pool; the caller takes part. pool.busy is held. */
 static void run_on_pool(job *work, int32_t participants)
 {
+    if (pool.stop) {
+        return; /* the process is on its way out: the caller does its tasks alone */
+    }
     grow(participants - 1);
     if (participants > pool.thread_count + 1) {
         participants = pool.thread_count + 1;

@@ -50,6 +50,14 @@ ORCH_INLINE v_real load_vector(const char *p, orchard_dtype dtype)
     }
 }
 
+/* sum + a * factor, where only an infinite `a` may make it infinite: the lowest finite number is a
+ * common mask, and rows that have nothing else must not become rows that see nothing. */
+ORCH_INLINE v_real add_scaled(v_real sum, v_real a, v_real factor)
+{
+    v_real value = v_max(v_set1(-REAL_MAX), v_min(v_set1(REAL_MAX), v_fma(a, factor, sum)));
+    return v_select(v_equal(v_abs(a), v_set1(R(INFINITY))), v_add(sum, a), value);
+}
+
 /* A transposed panel of columns [0, columns) times `scale`, from rows that start at row[0 ...
  * PANEL-1] (NULL: a row of zeros) and have `stride` elements between columns; stored, or added to
  * what is there. */
@@ -68,7 +76,8 @@ ORCH_INLINE void pack_panel_of(real *panel, char *const row[PANEL], orchard_dtyp
             v_transpose(block);
             for (int i = 0; i < VW; i++) {
                 real *to = panel + (c + i) * PANEL + half;
-                v_store(to, add ? v_fma(block[i], factor, v_load(to)) : v_mul(block[i], factor));
+                v_store(to,
+                        add ? add_scaled(v_load(to), block[i], factor) : v_mul(block[i], factor));
             }
         }
         for (; c < columns; c++) {
@@ -79,7 +88,7 @@ ORCH_INLINE void pack_panel_of(real *panel, char *const row[PANEL], orchard_dtyp
             }
             real *to = panel + c * PANEL + half;
             const v_real column = v_load(lanes);
-            v_store(to, add ? v_fma(column, factor, v_load(to)) : v_mul(column, factor));
+            v_store(to, add ? add_scaled(v_load(to), column, factor) : v_mul(column, factor));
         }
     }
 }

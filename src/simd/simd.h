@@ -16,6 +16,7 @@
 #ifndef ORCH_SIMD_H
 #define ORCH_SIMD_H
 
+#include <float.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -25,10 +26,12 @@
 #if defined(ORCH_REAL_F32)
 typedef float real;
 typedef uint32_t real_bits;
+#define REAL_MAX FLT_MAX
 #define VW 8
 #elif defined(ORCH_REAL_F64)
 typedef double real;
 typedef uint64_t real_bits;
+#define REAL_MAX DBL_MAX
 #define VW 4
 #else
 #error "compile with ORCH_REAL_F32 or ORCH_REAL_F64"

@@ -89,7 +89,7 @@ ORCH_INLINE v_real v_exp2_low(v_real x)
     return x;
 }
 
-/* The same for any x: +inf where the result is too large. */
+/* The same for any x: +inf from 127.5 (fp64: 1023.5) on. */
 ORCH_INLINE void v_exp2_all(v_real *x, int count)
 {
     for (int i = 0; i < count; i++) {
@@ -116,7 +116,7 @@ ORCH_INLINE v_real v_tanh(v_real x)
 /* Natural logarithm of x >= 0 in double: x = 2^e m with m near 1, log m = 2 atanh((m-1)/(m+1)). */
 static inline double orch_log(double x)
 {
-    if (!(x > 0) || x > 1.7e308) {
+    if (!(x > 0) || x > DBL_MAX) {
         return x == 0 ? -(double)INFINITY : x;
     }
     int64_t bits;

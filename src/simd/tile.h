@@ -63,14 +63,18 @@ ORCH_INLINE void tile_add(tile *sum, int rows, int vectors, const real *a, int64
 #define TILE_FMA "vfmadd231pd "
 #endif
 
-/* Two rows of a step; ymm12 and ymm13 hold the vectors of b. */
-#define TILE_TWO_ROWS(from0, from1, r00, r01, r10, r11)                                    \
-    TILE_BROADCAST from0 ", %%ymm14\n\t" TILE_BROADCAST from1 ", %%ymm15\n\t" TILE_FMA     \
-                         "%%ymm14, %%ymm12, " r00 "\n\t" TILE_FMA "%%ymm14, %%ymm13, " r01 \
-                         "\n\t" TILE_FMA "%%ymm15, %%ymm12, " r10 "\n\t" TILE_FMA          \
-                         "%%ymm15, %%ymm13, " r11 "\n\t"
+/* clang-format off */
 
-#define TILE_ZERO(r) "vxorps " r ", " r ", " r "\n\t"
+/* Two rows of a step; ymm12 and ymm13 hold the vectors of b. */
+#define TILE_TWO_ROWS(from0, from1, s00, s01, s10, s11) \
+    TILE_BROADCAST from0 ", %%ymm14\n\t"                \
+    TILE_BROADCAST from1 ", %%ymm15\n\t"                \
+    TILE_FMA "%%ymm14, %%ymm12, %[" s00 "]\n\t"         \
+    TILE_FMA "%%ymm14, %%ymm13, %[" s01 "]\n\t"         \
+    TILE_FMA "%%ymm15, %%ymm12, %[" s10 "]\n\t"         \
+    TILE_FMA "%%ymm15, %%ymm13, %[" s11 "]\n\t"
+
+#define TILE_ZERO(s) "vxorps %[" s "], %[" s "], %[" s "]\n\t"
 
 /* The full tile, written out: all 16 registers are in use, and compilers that allocate them by
  * themselves spill accumulators inside the loop (gcc 12 loses a quarter of the speed). Strides are
@@ -81,39 +85,41 @@ ORCH_INLINE void tile_multiply_full(tile *sum, const real *a, int64_t row_stride
 {
     const real *a3;
     int64_t k;
-    __asm__(TILE_ZERO("%[s00]") TILE_ZERO("%[s01]") TILE_ZERO("%[s10]") TILE_ZERO("%[s11]")
-                TILE_ZERO("%[s20]") TILE_ZERO("%[s21]") TILE_ZERO("%[s30]") TILE_ZERO("%[s31]")
-                    TILE_ZERO("%[s40]") TILE_ZERO("%[s41]") TILE_ZERO("%[s50]") TILE_ZERO(
-                        "%[s51]") "2:\n\t"
-                                  "lea (%[a],%[rs],2), %[a3]\n\t"
-                                  "add %[rs], %[a3]\n\t"
-                                  "mov %[count], %[k]\n\t"
-                                  ".p2align 5\n"
-                                  "1:\n\t"
-                                  "vmovups (%[b]), %%ymm12\n\t"
-                                  "vmovups 32(%[b]), %%ymm13\n\t" TILE_TWO_ROWS(
-                                      "(%[a])", "(%[a],%[rs])", "%[s00]", "%[s01]", "%[s10]",
-                                      "%[s11]") TILE_TWO_ROWS("(%[a],%[rs],2)", "(%[a3])", "%[s20]",
-                                                              "%[s21]", "%[s30]", "%[s31]")
-                                      TILE_TWO_ROWS("(%[a3],%[rs])", "(%[a3],%[rs],2)", "%[s40]",
-                                                    "%[s41]", "%[s50]",
-                                                    "%[s51]") "add %[step], %[a]\n\t"
-                                                              "add %[step], %[a3]\n\t"
-                                                              "add %[bs], %[b]\n\t"
-                                                              "dec %[k]\n\t"
-                                                              "jnz 1b\n\t"
-                                                              "add %[jump], %[a]\n\t"
-                                                              "dec %[repeats]\n\t"
-                                                              "jnz 2b"
-            : [s00] "=x"(sum->at[0][0]), [s01] "=x"(sum->at[0][1]), [s10] "=x"(sum->at[1][0]),
-              [s11] "=x"(sum->at[1][1]), [s20] "=x"(sum->at[2][0]), [s21] "=x"(sum->at[2][1]),
-              [s30] "=x"(sum->at[3][0]), [s31] "=x"(sum->at[3][1]), [s40] "=x"(sum->at[4][0]),
-              [s41] "=x"(sum->at[4][1]), [s50] "=x"(sum->at[5][0]), [s51] "=x"(sum->at[5][1]),
-              [a] "+r"(a), [b] "+r"(b), [repeats] "+r"(repeats), [a3] "=&r"(a3), [k] "=&r"(k)
+    __asm__(TILE_ZERO("s00") TILE_ZERO("s01") TILE_ZERO("s10") TILE_ZERO("s11")
+            TILE_ZERO("s20") TILE_ZERO("s21") TILE_ZERO("s30") TILE_ZERO("s31")
+            TILE_ZERO("s40") TILE_ZERO("s41") TILE_ZERO("s50") TILE_ZERO("s51")
+            "2:\n\t"
+            "lea (%[a],%[rs],2), %[a3]\n\t"
+            "add %[rs], %[a3]\n\t"
+            "mov %[count], %[k]\n\t"
+            ".p2align 5\n"
+            "1:\n\t"
+            "vmovups (%[b]), %%ymm12\n\t"
+            "vmovups 32(%[b]), %%ymm13\n\t"
+            TILE_TWO_ROWS("(%[a])", "(%[a],%[rs])", "s00", "s01", "s10", "s11")
+            TILE_TWO_ROWS("(%[a],%[rs],2)", "(%[a3])", "s20", "s21", "s30", "s31")
+            TILE_TWO_ROWS("(%[a3],%[rs])", "(%[a3],%[rs],2)", "s40", "s41", "s50", "s51")
+            "add %[step], %[a]\n\t"
+            "add %[step], %[a3]\n\t"
+            "add %[bs], %[b]\n\t"
+            "dec %[k]\n\t"
+            "jnz 1b\n\t"
+            "add %[jump], %[a]\n\t"
+            "dec %[repeats]\n\t"
+            "jnz 2b"
+            : [s00] "=x"(sum->at[0][0]), [s01] "=x"(sum->at[0][1]),
+              [s10] "=x"(sum->at[1][0]), [s11] "=x"(sum->at[1][1]),
+              [s20] "=x"(sum->at[2][0]), [s21] "=x"(sum->at[2][1]),
+              [s30] "=x"(sum->at[3][0]), [s31] "=x"(sum->at[3][1]),
+              [s40] "=x"(sum->at[4][0]), [s41] "=x"(sum->at[4][1]),
+              [s50] "=x"(sum->at[5][0]), [s51] "=x"(sum->at[5][1]),
+              [a] "+&r"(a), [b] "+&r"(b), [repeats] "+&r"(repeats), [a3] "=&r"(a3), [k] "=&r"(k)
             : [rs] "r"(row_stride), [step] "r"(step), [bs] "r"(b_stride), [count] "r"(count),
               [jump] "r"(jump)
             : "xmm12", "xmm13", "xmm14", "xmm15", "cc", "memory");
 }
+
+/* clang-format on */
 
 #endif
 
