@@ -86,6 +86,7 @@ static void bad_header_versions(void)
         const char *words;
     } cases[] = {{0, "header version 0.0.0, this library is 0.1.0"},
                  {-1, "this library is 0.1.0"},
+                 {ORCHARD_HEADER_VERSION + 1, "header version 0.1.1, this library is 0.1.0"},
                  {10203, "header version 1.2.3, this library is 0.1.0"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         orchard_ctx *ctx = (orchard_ctx *)&ctx;
