@@ -1,5 +1,5 @@
-/* Between attention_cpu.c, which plans and shares out work, and the kernels, which are compiled once
- * per instruction set and element type. */
+/* Between attention_cpu.c, which plans and shares out work, and the kernels, which are compiled
+ * once per instruction set and element type. */
 #ifndef ORCH_ATTENTION_CPU_H
 #define ORCH_ATTENTION_CPU_H
 

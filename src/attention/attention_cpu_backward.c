@@ -13,13 +13,20 @@ size_t ORCH_K(attention_backward_bytes)(const orch_attention_cpu_plan *plan)
     return gradient_layout(plan, NULL, &unused);
 }
 
-/* Rows of q or dout as they are, lane after lane: in place where they are whole vectors of reals.
- */
+/* Rows of q or dout as they are, lane after lane: in place where they are whole vectors of reals
+ * and none is blind; of those, zeros. */
 static key_rows block_rows(const orch_attention_task *task, const orch_view *view,
                            const gradient_state *state, int64_t count, int64_t columns,
                            int64_t width, real *buffer)
 {
-    if (rows_are_reals(view, columns) && columns == width && task->cut.heads_per_panel == 1) {
+    bool in_place =
+        rows_are_reals(view, columns) && columns == width && task->cut.heads_per_panel == 1;
+    for (int64_t n = 0; n < count && in_place; n++) {
+        for (int lane = 0; lane < state->panels[n].lanes; lane++) {
+            in_place = in_place && !state->panels[n].blind[lane];
+        }
+    }
+    if (in_place) {
         const panel *n = &state->panels[0];
         const int64_t at = orch_row(view, task->b, n->head[0], task->sequence.row_q + n->query[0]);
         return (key_rows){(const real *)view->data + at, view->row};
@@ -28,6 +35,10 @@ static key_rows block_rows(const orch_attention_task *task, const orch_view *vie
         char *row[PANEL];
         panel_rows(row, &state->panels[n], view, task);
         for (int lane = 0; lane < state->panels[n].lanes; lane++) {
+            if (state->panels[n].blind[lane]) {
+                memset(buffer + (n * PANEL + lane) * width, 0, (size_t)width * sizeof(real));
+                continue;
+            }
             copy_rows(buffer + (n * PANEL + lane) * width, width, row[lane], view->dtype, 0,
                       view->column, 1, columns);
         }
@@ -153,8 +164,8 @@ static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_att
     for (int lane = 0; lane < PANEL; lane++) {
         const double sink =
             orch_element_load(p->sinks.dtype, p->sinks.data, n->head[lane] * p->sinks.head);
-        power[lane] = (real)(sink * LOG2E) - state->lse_hi[index * PANEL + lane] -
-                      state->lse_lo[index * PANEL + lane];
+        power[lane] = (real)(sink * LOG2E - (double)state->lse_hi[index * PANEL + lane] -
+                             (double)state->lse_lo[index * PANEL + lane]);
     }
     for (int c = 0; c < PANEL; c += VW) {
         v_store(power + c, v_exp2(v_load(power + c)));

@@ -211,9 +211,9 @@ static void start_panel(const orch_attention *p, forward_state *state, int64_t i
         m[lane] = -INFINITY;
         l[lane] = 0;
         if (with_sink) {
-            m[lane] = (real)(orch_element_load(p->sinks.dtype, p->sinks.data,
-                                               n->head[lane] * p->sinks.head) *
-                             LOG2E);
+            m[lane] = finite_real(
+                orch_element_load(p->sinks.dtype, p->sinks.data, n->head[lane] * p->sinks.head) *
+                LOG2E);
             l[lane] = m[lane] == -INFINITY ? 0 : 1;
         }
     }

@@ -50,13 +50,35 @@ static size_t gradient_layout(const orch_attention_cpu_plan *plan, char *scratch
     return at;
 }
 
-/* delta and lse of one panel. Lanes not in use, and rows that see nothing, get lse +inf: P is 0
- * then. */
-static void panel_statistics(const orch_attention *p, const orch_attention_task *task,
-                             gradient_state *state, int64_t index)
+/* lse of one panel, in two parts. Lanes not in use, and rows that see nothing, get +inf: P is 0
+ * then. The latter are marked blind: whatever their q, dout and dlse hold, they take part in
+ * nothing. */
+static void panel_lse(const orch_attention *p, const orch_attention_task *task,
+                      gradient_state *state, int64_t index)
+{
+    panel *n = &state->panels[index];
+    real *hi = state->lse_hi + index * PANEL, *lo = state->lse_lo + index * PANEL;
+    for (int lane = 0; lane < PANEL; lane++) {
+        const int64_t i = task->sequence.row_q + n->query[lane];
+        const int64_t at = orch_row(&p->lse, task->b, n->head[lane], i);
+        const double lse = orch_element_load(p->lse.dtype, p->lse.data, at);
+        n->blind[lane] = lse == -INFINITY;
+        hi[lane] = INFINITY;
+        lo[lane] = 0;
+        if (lane < n->lanes && !n->blind[lane]) {
+            hi[lane] = (real)(lse * LOG2E);
+            if (isfinite(hi[lane])) {
+                lo[lane] = (real)(fma(lse, LOG2E, -(double)hi[lane]) + lse * LOG2E_REST);
+            }
+        }
+    }
+}
+
+/* delta = dout . out - dlse. */
+static void panel_delta(const orch_attention *p, const orch_attention_task *task,
+                        gradient_state *state, int64_t index)
 {
     const panel *n = &state->panels[index];
-    real *hi = state->lse_hi + index * PANEL, *lo = state->lse_lo + index * PANEL;
     real *delta = state->delta + index * PANEL;
     real *out = state->v; /* free until the first tile, and larger than a panel */
     panel_pack(out, n, &p->out, task, p->E, 1);
@@ -68,25 +90,11 @@ static void panel_statistics(const orch_attention *p, const orch_attention_task 
         }
         v_store(delta + c, sum);
     }
-    for (int lane = 0; lane < PANEL; lane++) {
+    for (int lane = 0; lane < n->lanes && p->dlse.present; lane++) {
         const int64_t i = task->sequence.row_q + n->query[lane];
-        hi[lane] = INFINITY;
-        lo[lane] = 0;
-        if (lane >= n->lanes) {
-            continue;
-        }
-        const int64_t at = orch_row(&p->lse, task->b, n->head[lane], i);
-        const double lse = orch_element_load(p->lse.dtype, p->lse.data, at);
-        if (lse != -INFINITY) {
-            hi[lane] = (real)(lse * LOG2E);
-            lo[lane] =
-                isfinite(hi[lane])
-                    ? (real)(fma(lse, LOG2E, -(double)hi[lane]) + lse * 2.0355273740931033e-17)
-                    : 0;
-        }
-        if (p->dlse.present) {
-            const int64_t at_dlse = orch_row(&p->dlse, task->b, n->head[lane], i);
-            delta[lane] -= (real)orch_element_load(p->dlse.dtype, p->dlse.data, at_dlse);
+        const int64_t at = orch_row(&p->dlse, task->b, n->head[lane], i);
+        if (!n->blind[lane]) {
+            delta[lane] -= (real)orch_element_load(p->dlse.dtype, p->dlse.data, at);
         }
     }
 }
@@ -99,9 +107,10 @@ static void gradient_start(const orch_attention_cpu_plan *plan, const orch_atten
     for (int64_t n = 0; n < count; n++) {
         panel *at = &state->panels[n];
         panel_set(at, p, task, task->block * plan->block_panels + n, 0, task->sequence.S);
+        panel_lse(p, task, state, n);
         panel_pack(state->q + n * p->D * PANEL, at, &p->q, task, p->D, query_scale(p));
         panel_pack(state->dout + n * p->E * PANEL, at, &p->dout, task, p->E, 1);
-        panel_statistics(p, task, state, n);
+        panel_delta(p, task, state, n);
     }
 }
 
@@ -142,8 +151,10 @@ ORCH_INLINE void probability_rows(real *rows, int count, const real hi[PANEL], c
     for (int i = 0; i < 2 * count; i++) {
         x[i] =
             v_sub(v_sub(v_load(rows + i * VW), v_load(hi + i % 2 * VW)), v_load(lo + i % 2 * VW));
+        /* No probability is above 1, however coarsely a huge lse was rounded. */
+        x[i] = v_min(v_zero(), x[i]);
     }
-    v_exp2_all(x, 2 * count);
+    v_exp2_low_all(x, 2 * count);
     for (int i = 0; i < 2 * count; i++) {
         v_store(rows + i * VW, x[i]);
     }

@@ -15,6 +15,12 @@
 #include "simd/pack.h"
 #include "simd/simd_math.h"
 
+/* A finite number stays finite when it becomes a real: 0 times infinity would be NaN. */
+static inline real finite_real(double x)
+{
+    return isinf(x) || fabs(x) <= REAL_MAX || isnan(x) ? (real)x : x > 0 ? REAL_MAX : -REAL_MAX;
+}
+
 /* The next `count` elements of a worker's scratch, aligned to 64; NULL while scratch is NULL and
  * only the size counts. */
 static inline void *take(char *scratch, size_t *at, int64_t count, size_t size)
@@ -32,6 +38,7 @@ typedef struct panel {
     int64_t all_lo, all_hi;            /* keys that every lane sees, as far as ranges go */
     int64_t lane_lo[PANEL], lane_hi[PANEL];
     real slope[PANEL]; /* of ALiBi, in units of log 2 */
+    bool blind[PANEL]; /* backward: the row is known to see nothing */
 } panel;
 
 /* Panel `n` of a task's head set, its keys cut to [first, last). */
@@ -59,6 +66,7 @@ static inline void panel_set(panel *n, const orch_attention *p, const orch_atten
         hi = hi < lo ? lo : hi > last ? last : hi;
         n->lane_lo[lane] = lo;
         n->lane_hi[lane] = hi;
+        n->blind[lane] = false;
         if (lo < hi) {
             n->lo = lo < n->lo ? lo : n->lo;
             n->hi = hi > n->hi ? hi : n->hi;
@@ -67,7 +75,8 @@ static inline void panel_set(panel *n, const orch_attention *p, const orch_atten
         n->all_hi = hi < n->all_hi ? hi : n->all_hi;
         if (p->alibi.present) {
             const int64_t at = task->b * p->alibi.batch + n->head[lane] * p->alibi.head;
-            n->slope[lane] = (real)(orch_element_load(p->alibi.dtype, p->alibi.data, at) * LOG2E);
+            n->slope[lane] =
+                finite_real(orch_element_load(p->alibi.dtype, p->alibi.data, at) * LOG2E);
         }
     }
     if (n->lo > n->hi) {
@@ -86,14 +95,14 @@ static inline void panel_rows(char *row[PANEL], const panel *n, const orch_view 
     }
 }
 
-/* Rows of q, dout or out, transposed, times scale; zeros in lanes that are not in use. */
+/* Rows of q, dout or out, transposed, times scale; zeros in lanes not in use and for blind rows. */
 static inline void panel_pack(real *packed, const panel *n, const orch_view *view,
                               const orch_attention_task *task, int64_t columns, real scale)
 {
     char *row[PANEL];
     panel_rows(row, n, view, task);
-    for (int lane = n->lanes; lane < PANEL; lane++) {
-        row[lane] = NULL;
+    for (int lane = 0; lane < PANEL; lane++) {
+        row[lane] = lane < n->lanes && !n->blind[lane] ? row[lane] : NULL;
     }
     pack_panel(packed, row, view->dtype, view->column, columns, scale);
 }
@@ -112,8 +121,7 @@ static inline void panel_unpack(const panel *n, const orch_view *view,
  * Kept finite, since 0 times infinity would be NaN. */
 static inline real query_scale(const orch_attention *p)
 {
-    const double scale = p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2E;
-    return scale > REAL_MAX ? REAL_MAX : scale < -REAL_MAX ? -REAL_MAX : (real)scale;
+    return finite_real(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2E);
 }
 
 /* ---- Keys and values as reals ---------------------------------------------------------------- */
@@ -151,6 +159,8 @@ static bool key_is_dead(const orch_attention *p, const orch_attention_task *task
 {
     const orch_view *mask = &p->mask, *bias = &p->bias;
     const int64_t group = p->H / p->G;
+    const bool same_rows = mask->row == 0 && bias->row == 0; /* one row speaks for all */
+    const bool same_heads = mask->head == 0 && bias->head == 0;
     for (int64_t h = task->g * group; h < (task->g + 1) * group; h++) {
         for (int64_t i = 0; i < task->sequence.T; i++) {
             int64_t lo, hi;
@@ -165,6 +175,12 @@ static bool key_is_dead(const orch_attention *p, const orch_attention_task *task
                  orch_element_load(bias->dtype, bias->data, at_bias) != -INFINITY)) {
                 return false;
             }
+            if (same_rows) {
+                break;
+            }
+        }
+        if (same_heads) {
+            break;
         }
     }
     return true;
@@ -396,7 +412,7 @@ static void score_options(real *scores, const orch_attention *p, const orch_atte
     const int64_t keys = j1 - j0, count = keys * PANEL;
     char *row[PANEL];
     if (p->softcap > 0) {
-        apply_softcap(scores, count, (real)(p->softcap * LOG2E), slopes);
+        apply_softcap(scores, count, finite_real(p->softcap * LOG2E), slopes);
     }
     if (p->alibi.present) {
         apply_alibi(scores, n, &task->sequence, j0, keys);

@@ -135,7 +135,9 @@ static void after_fork_in_child(void)
     atomic_store(&pool.generation, 0);
 }
 
-static void register_fork_handlers(void)
+/* Before any thread of ours exists: a fork between the first job and its registration would be
+ * missed. */
+__attribute__((constructor)) static void register_fork_handlers(void)
 {
     pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
@@ -159,12 +161,10 @@ __attribute__((destructor)) static void stop_workers(void)
  * host's handlers must run on the host's threads. */
 static void grow(int32_t wanted)
 {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
     sigset_t all, before;
     if (pool.thread_count >= wanted) {
         return;
     }
-    pthread_once(&once, register_fork_handlers);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.thread_count < wanted) {
