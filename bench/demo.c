@@ -42,6 +42,7 @@ typedef struct demo {
 typedef struct result {
     double seconds, mib;
     const char *failed; /* why there is none */
+    int over_limit;     /* there is none because mib is more than the limit */
 } result;
 
 static void progress(const char *what, int64_t N)
@@ -138,12 +139,12 @@ static result measure_theirs(demo *d)
     const size_t bytes = orch_formula_bytes(H, d->N, d->threads);
     result r = {.mib = ((double)bytes + 4.0 * (double)tensor_bytes(d->N)) / MIB};
     if (r.mib > (double)d->limit_mib) {
-        r.failed = "limit";
+        r.over_limit = 1;
         return r;
     }
     float *matrices = malloc(bytes);
     if (!matrices) {
-        r.failed = "memory";
+        r.failed = "there is no memory for its matrices";
         return r;
     }
     orch_formula formula = {
@@ -163,7 +164,9 @@ static result measure_theirs(demo *d)
         .work = matrices + (size_t)H * (size_t)(d->N * d->N),
     };
     progress("the explicit formula", d->N);
-    r.failed = best_time(d, theirs_once, &formula, &r.seconds) ? "size" : NULL;
+    r.failed = best_time(d, theirs_once, &formula, &r.seconds)
+                   ? "its matrices have more elements than the BLAS can count"
+                   : NULL;
     free(matrices);
     return r;
 }
@@ -237,6 +240,8 @@ static int row(demo *d, double *seconds)
         printf("%7" PRId64 " | %7.1f ms %6.0f %% %8.1f MiB  | ", d->N, 1e3 * ours.seconds,
                percent(d, ours.seconds), ours.mib);
         if (theirs.failed) {
+            printf("stops: %s\n", theirs.failed);
+        } else if (theirs.over_limit) {
             printf("stops: it would need %.0f MiB, the limit is %" PRId64 " MiB\n", theirs.mib,
                    d->limit_mib);
         } else {

@@ -72,9 +72,21 @@ static void memory_stays_flat(void)
     CHECK_INT(count.now, 0);
 }
 
-/* Scratch for one head of 16384 queries and keys, whose score matrix would be 1 GiB. Explain looks at
- * shapes only, so the tensors are address space. */
-static void scratch_is_small(void);
+/* One head of 16384 queries and keys, whose score matrix alone would take 1 GiB. */
+static void scratch_is_small(void)
+{
+    const attention_case c = {.name = "scratch is small",
+                              CASE_SHAPE(1, 1, 1, 16384, 16384, 64, 64),
+                              .dtype = ORCHARD_F32};
+    problem p;
+    orchard_explanation explained;
+    problem_place(&p, &c);
+    CHECK_INT(orchard_explain(tested, "attention_forward", &p.forward, &explained), ORCHARD_OK);
+    CHECK(explained.scratch_bytes > 0 && explained.scratch_bytes <= (size_t)4 << 20);
+    CHECK_INT(orchard_explain(tested, "attention_backward", &p.backward, &explained), ORCHARD_OK);
+    CHECK(explained.scratch_bytes > 0 && explained.scratch_bytes <= (size_t)40 << 20);
+    problem_free(&p);
+}
 
 static void *sparse_memory(size_t bytes)
 {
@@ -245,6 +257,7 @@ int main(int argc, char **argv)
         tested_isa = orchard_cpu_name(i);
         tested = context_make(tested_backend, tested_isa, 2);
         memory_stays_flat();
+        scratch_is_small();
         more_than_2_to_31_elements();
         more_than_2_to_31_pairs();
         host_flushes_subnormals();

@@ -1,5 +1,7 @@
 /* Failures that users of other attention libraries reported, one function each, named after what
  * went wrong there. Each runs on every instruction set that this CPU has. */
+#include <float.h>
+
 #include "attention/attention_running.h"
 
 static orchard_ctx *tested;
@@ -227,6 +229,61 @@ static void unseen_nan_stays_unseen(void)
     }
 }
 
+/* Keys [41, S) of the first key head, which its own query heads hide by [1,H,1,S] or [B,H,T,S]; the
+ * other key head's queries see the same indices of their own keys. */
+static void hide_from_first_group(problem *p, double value)
+{
+    const attention_case *c = &p->c;
+    const box *hidden = &p->box[c->mask ? MASK : BIAS];
+    for (int64_t n = 0; n < box_elements(hidden); n++) {
+        int64_t i[4];
+        box_index(hidden, n, i);
+        const bool first_group = i[1] < c->H / c->G;
+        if (i[3] >= 41) {
+            box_set_nth(hidden, n, c->mask ? !first_group : first_group ? -INFINITY : 0.25);
+        }
+    }
+    for (int64_t n = 0; n < c->B * (c->S - 41); n++) {
+        const int64_t b = n / (c->S - 41), j = 41 + n % (c->S - 41);
+        for (int64_t d = 0; d < c->D; d++) {
+            box_set(&p->box[K], b, 0, j, d, value);
+        }
+        for (int64_t d = 0; d < c->E; d++) {
+            box_set(&p->box[V], b, 0, j, d, value);
+        }
+    }
+}
+
+static void nan_hidden_from_one_group(void)
+{
+    const orchard_dtype dtypes[] = {ORCHARD_F32, ORCHARD_BF16, ORCHARD_F16, ORCHARD_F64};
+    static const int64_t shapes[][4] = {
+        {30, 75, 12, 9}, {3, 75, 16, 8}, {1, 75, 16, 16}, {4, 1100, 8, 8}, {40, 100, 16, 16}};
+    for (int kind = 0; kind < 4 * 5 * 4; kind++) {
+        const int64_t *size = shapes[kind / 4 % 5];
+        const char *shape = kind / 2 % 2 ? "BHTS" : "1H1S";
+        const attention_case c = {.name = "NaN in keys that one group hides",
+                                  CASE_SHAPE(2, 4, 2, size[0], size[1], size[2], size[3]),
+                                  .dtype = dtypes[kind / 20],
+                                  .mask = kind % 2 ? shape : NULL,
+                                  .bias = kind % 2 ? NULL : shape,
+                                  .gradients = GRAD_QKV | (kind % 2 ? 0 : GRAD_BIAS)};
+        const double values[3] = {NAN, INFINITY, -INFINITY};
+        problem p, clean;
+        problem_make(&p, &c, 11);
+        problem_make(&clean, &c, 11);
+        hide_from_first_group(&clean, 0.5);
+        check_against_ref(&clean, tested, c.name);
+        for (int n = 0; n < 3; n++) {
+            hide_from_first_group(&p, values[n]);
+            CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+            CHECK_INT(outputs_unequal(&p, &clean), 0);
+        }
+        problem_free(&p);
+        problem_free(&clean);
+    }
+}
+
 /* A NaN that is seen must show: rows that see the key are NaN, and every NaN has the same bits. */
 static void seen_nan_spreads(void)
 {
@@ -255,6 +312,107 @@ static void seen_nan_spreads(void)
         CHECK_INT(silent, 0);
         CHECK_INT(other_bits, 0);
         problem_free(&p);
+    }
+}
+
+/* ---- Numbers at the edge --------------------------------------------------------------------- */
+
+/* How far an output is from fp64 at most, and how many elements are not finite. Rows i % 3 == 0
+ * only count where they are asked for: their lse cannot say how many keys there were, so that backward
+ * has no more than finite numbers to give. */
+static double off_from_ref(const problem *p, const problem *exact, operand name, bool all_rows,
+                           int64_t *infinite)
+{
+    double worst = 0;
+    for (int64_t n = 0; n < box_elements(&p->box[name]); n++) {
+        int64_t i[4];
+        box_index(&p->box[name], n, i);
+        const double value = box_nth(&p->box[name], n);
+        *infinite += !isfinite(value);
+        if (all_rows || i[2] % 3 != 0) {
+            const double off = fabs(value - box_nth(&exact->box[name], n));
+            worst = off <= worst ? worst : off;
+        }
+    }
+    return worst;
+}
+
+/* A common mask is the lowest finite number, finfo.min: in a row that has nothing else all keys
+ * weigh the same, and out is the mean of v. */
+static void check_lowest_bias(const attention_case *c, double lowest, orchard_ctx *reference)
+{
+    problem p, exact;
+    int64_t infinite = 0;
+    double off_mean = 0;
+    problem_make(&p, c, 12);
+    for (int64_t n = 0; n < box_elements(&p.box[BIAS]); n++) {
+        const int64_t i = n / c->S % c->T, j = n % c->S;
+        const bool low = i % 3 == 0 || (i % 3 == 1 && j % 2 == 0);
+        box_set_nth(&p.box[BIAS], n, low ? lowest : 0);
+    }
+    problem_upcast(&exact, &p);
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    CHECK_INT(problem_run(&exact, reference), ORCHARD_OK);
+    for (int64_t n = 0; n < c->B * c->H * c->E; n++) {
+        const int64_t b = n / (c->H * c->E), h = n / c->E % c->H, d = n % c->E;
+        double mean = 0;
+        for (int64_t j = 0; j < c->S; j++) {
+            mean += box_get(&p.box[V], b, h / (c->H / c->G), j, d) / (double)c->S;
+        }
+        const double off = fabs(box_get(&p.box[OUT], b, h, 0, d) - mean);
+        off_mean = off <= off_mean ? off_mean : off;
+    }
+    const double bound = c->dtype == ORCHARD_BF16 ? 2e-2 : c->dtype == ORCHARD_F32 ? 1e-5 : 1e-13;
+    CHECK_NEAR(off_mean, 0, bound);
+    CHECK_NEAR(off_from_ref(&p, &exact, OUT, true, &infinite), 0, bound);
+    CHECK_NEAR(off_from_ref(&p, &exact, LSE, false, &infinite), 0, bound);
+    CHECK_NEAR(off_from_ref(&p, &exact, DQ, false, &infinite), 0, bound);
+    CHECK_NEAR(off_from_ref(&p, &exact, DBIAS, false, &infinite), 0, bound);
+    off_from_ref(&p, &exact, DK, true, &infinite);
+    off_from_ref(&p, &exact, DV, true, &infinite);
+    CHECK_INT(infinite, 0);
+    problem_free(&p);
+    problem_free(&exact);
+}
+
+static void lowest_finite_bias(void)
+{
+    static const struct {
+        orchard_dtype dtype;
+        double lowest;
+    } types[3] = {{ORCHARD_F32, -FLT_MAX}, {ORCHARD_BF16, -0x1.fep127}, {ORCHARD_F64, -DBL_MAX}};
+    static const int64_t shapes[][4] = {{30, 75, 12, 9}, {3, 75, 16, 8}, {3, 1100, 8, 8}};
+    orchard_ctx *reference = context_make("ref", NULL, 1);
+    for (int kind = 0; kind < 9; kind++) {
+        const int64_t *size = shapes[kind % 3];
+        const attention_case c = {.name = "rows of finfo.min",
+                                  CASE_SHAPE(2, 4, 2, size[0], size[1], size[2], size[3]),
+                                  .dtype = types[kind / 3].dtype,
+                                  .bias = "BHTS",
+                                  .gradients = GRAD_QKV | GRAD_BIAS};
+        check_lowest_bias(&c, types[kind / 3].lowest, reference);
+    }
+    orchard_ctx_free(reference);
+}
+
+/* The mask has 32 bits: a probability that rounds to none drops nothing and scales nothing. */
+static void dropout_of_next_to_nothing(void)
+{
+    for (int kind = 0; kind < 4; kind++) {
+        attention_case c = {.name = "dropout of 1e-12",
+                            CASE_SHAPE(2, 4, 2, kind / 2 ? 2 : 40, kind / 2 ? 1100 : 70, 16, 16),
+                            .dtype = kind % 2 ? ORCHARD_F64 : ORCHARD_F32,
+                            .seed = 3};
+        problem without, with;
+        problem_make(&without, &c, 13);
+        char *bits = bits_of(&without, tested, c.name);
+        c.dropout = 1e-12;
+        problem_make(&with, &c, 13);
+        CHECK_INT(problem_run(&with, tested), ORCHARD_OK);
+        check_same(&with, bits, c.name);
+        free(bits);
+        problem_free(&without);
+        problem_free(&with);
     }
 }
 
@@ -328,7 +486,10 @@ int main(int argc, char **argv)
         lse_not_wanted();
         fully_masked_rows();
         unseen_nan_stays_unseen();
+        nan_hidden_from_one_group();
         seen_nan_spreads();
+        lowest_finite_bias();
+        dropout_of_next_to_nothing();
         parts_of_a_larger_softmax();
         orchard_ctx_free(tested);
     }

@@ -99,6 +99,19 @@ static inline const char *outputs_differ(const problem *p, const char *copy, boo
     return name;
 }
 
+/* How many elements differ in value: zeros of either sign are equal, a NaN equals nothing. */
+static inline int64_t outputs_unequal(const problem *p, const problem *other)
+{
+    int64_t unequal = 0;
+    for (int name = OUT; name < OPERANDS; name++) {
+        const box *x = &p->box[name], *y = &other->box[name];
+        for (int64_t n = 0; x->present && n < box_elements(x); n++) {
+            unequal += !(box_nth(x, n) == box_nth(y, n));
+        }
+    }
+    return unequal;
+}
+
 /* FNV-1a over bytes. */
 static inline uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes)
 {

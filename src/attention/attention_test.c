@@ -367,7 +367,7 @@ static void print_checksum(void)
 {
     uint64_t hash = HASH_START;
     int cases = 0;
-    for (int64_t n = 0; n < 80; n++, cases++) {
+    for (int64_t n = 0; n < 200; n++, cases++) {
         uint64_t data_seed;
         const attention_case c = random_case(7, n, 120, &data_seed);
         hash = hash_case(hash, &c, data_seed);
