@@ -318,8 +318,8 @@ static void seen_nan_spreads(void)
 /* ---- Numbers at the edge --------------------------------------------------------------------- */
 
 /* How far an output is from fp64 at most, and how many elements are not finite. Rows i % 3 == 0
- * only count where they are asked for: their lse cannot say how many keys there were, so that backward
- * has no more than finite numbers to give. */
+ * only count where they are asked for: their lse cannot say how many keys there were, so that
+ * backward has no more than finite numbers to give. */
 static double off_from_ref(const problem *p, const problem *exact, operand name, bool all_rows,
                            int64_t *infinite)
 {

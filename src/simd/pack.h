@@ -50,12 +50,12 @@ ORCH_INLINE v_real load_vector(const char *p, orchard_dtype dtype)
     }
 }
 
-/* sum + a * factor, where only an infinite `a` may make it infinite: the lowest finite number is a
- * common mask, and rows that have nothing else must not become rows that see nothing. */
+/* sum + a * factor, -inf only where `a` is: the lowest finite number is a common mask, and rows
+ * that have nothing else must not become rows that see nothing. */
 ORCH_INLINE v_real add_scaled(v_real sum, v_real a, v_real factor)
 {
-    v_real value = v_max(v_set1(-REAL_MAX), v_min(v_set1(REAL_MAX), v_fma(a, factor, sum)));
-    return v_select(v_equal(v_abs(a), v_set1(R(INFINITY))), v_add(sum, a), value);
+    const v_real value = v_max(v_set1(-REAL_MAX), v_fma(a, factor, sum));
+    return v_select(v_equal(a, v_set1(-R(INFINITY))), a, value);
 }
 
 /* A transposed panel of columns [0, columns) times `scale`, from rows that start at row[0 ...
