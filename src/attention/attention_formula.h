@@ -4,13 +4,20 @@
  * measure of the error that a fused kernel may have.
  *
  * All arithmetic is done in doubles that are rounded after each operation: to `sum` inside sums, to
- * `step` after each whole-matrix operation, and to the tensor's dtype at the end. */
+ * `step` after each whole-matrix operation, and to the tensor's dtype at the end.
+ *
+ * A framework's BLAS chooses the order of a sum, and where the scale goes is its own affair too: so
+ * there are four variants, and how much they are off by tells more than one of them, which may be
+ * exact by luck. Bit 0: sums run from the last term to the first. Bit 1: the scale is multiplied
+ * with q alone, not its root with q and with k. */
 #ifndef ATTENTION_FORMULA_H
 #define ATTENTION_FORMULA_H
 
 #include "attention/attention_running.h"
 #include "core/convert.h"
 #include "core/philox.h"
+
+#define FORMULA_VARIANTS 4
 
 static inline double round_to(orchard_dtype dtype, double x)
 {
@@ -30,12 +37,13 @@ static inline double round_to(orchard_dtype dtype, double x)
 typedef struct formula {
     const problem *p;
     orchard_dtype sum, step;
+    int variant;
     double *result[OPERANDS]; /* dense, in the shape of the problem's boxes; only outputs */
     double *terms[OPERANDS];  /* the same: what the terms of the sums amount to */
 
     int64_t b, h, g, T, S, D, E;
     int64_t batch, row_q, row_k;               /* where the head's rows lie in the boxes */
-    double root;                               /* of |scale|: q and k are both multiplied with it */
+    double scale_q, scale_k;                   /* factors of q and k: their product is scale */
     double *q, *k, *v, *dout;                  /* rows of this head, q and k scaled */
     double *s, *cap, *probability, *kept, *ds; /* T x S */
     double *lse, *sink_probability, *row_sum;  /* T */
@@ -58,7 +66,9 @@ static inline void multiply(const formula *f, double *c, int64_t m, int64_t n, i
         memset(row, 0, (size_t)n * sizeof *row);
         for (int64_t begin = 0; begin < k; begin += 256) {
             memset(block, 0, (size_t)n * sizeof *block);
-            for (int64_t x = begin; x < k && x < begin + 256; x++) {
+            const int64_t end = begin + 256 < k ? begin + 256 : k;
+            for (int64_t n_th = begin; n_th < end; n_th++) {
+                const int64_t x = f->variant & 1 ? begin + end - 1 - n_th : n_th;
                 const double factor = a[i * a_row + x * a_column];
                 for (int64_t j = 0; j < n; j++) {
                     const double sum = block[j] + factor * b[x * b_row + j * b_column];
@@ -81,7 +91,8 @@ static inline void multiply(const formula *f, double *c, int64_t m, int64_t n, i
 static inline double lane_sum(const formula *f, const double *x, const double *y, int64_t count)
 {
     double lane[8] = {0};
-    for (int64_t j = 0; j < count; j++) {
+    for (int64_t n = 0; n < count; n++) {
+        const int64_t j = f->variant & 1 ? count - 1 - n : n;
         const double term = y ? round_to(f->sum, x[j] * y[j]) : x[j];
         lane[j % 8] = round_to(f->sum, lane[j % 8] + term);
     }
@@ -255,7 +266,6 @@ static inline void formula_cap_gradient(formula *f)
 static inline void formula_backward(formula *f)
 {
     const box *x = f->p->box;
-    const double sign = f->p->c.has_scale && f->p->c.scale < 0 ? -1 : 1;
     double *rows = new_numbers((f->T + f->S) * (f->D + f->E));
     if (x[DV].present) {
         multiply(f, rows, f->S, f->E, f->T, f->kept, 1, f->S, f->dout, f->E, 1);
@@ -275,14 +285,14 @@ static inline void formula_backward(formula *f)
     if (x[DQ].present) {
         multiply(f, rows, f->T, f->D, f->S, f->ds, f->S, 1, f->k, f->D, 1);
         for (int64_t n = 0; n < f->T * f->D; n++) {
-            rows[n] = round_to(f->step, rows[n] * sign * f->root);
+            rows[n] = round_to(f->step, rows[n] * f->scale_q);
         }
         give_rows(f, DQ, f->h, f->row_q, f->T, rows);
     }
     if (x[DK].present) {
         multiply(f, rows, f->S, f->D, f->T, f->ds, 1, f->S, f->q, f->D, 1);
         for (int64_t n = 0; n < f->S * f->D; n++) {
-            rows[n] = round_to(f->step, rows[n] * f->root);
+            rows[n] = round_to(f->step, rows[n] * f->scale_k);
         }
         give_rows(f, DK, f->g, f->row_k, f->S, rows);
     }
@@ -291,21 +301,29 @@ static inline void formula_backward(formula *f)
 
 /* ---- Terms: how much cancels ----------------------------------------------------------------- */
 
-/* Sums are measured against their terms, each with its magnitude, times 1 + |s| where the
- * exponential passes on the score's error. A fused backward makes P from s - lse and subtracts
- * delta from dP: where one key has all the weight these differences are nothing while their terms
- * are not, and the explicit formula is exact by luck. */
-static inline double score_terms(const formula *f, int64_t i, int64_t j, double through)
+/* Sums are measured against their terms, each with its magnitude; a probability's is multiplied by
+ * 1 + what the terms of its score amount to, since the exponential passes on the score's error. A
+ * fused backward makes P from s - lse and subtracts delta from dP: where one key has all the weight
+ * these differences are nothing while their terms are not, and the explicit formula is exact by
+ * luck. */
+static inline double score_size(const formula *f, int64_t i, int64_t j)
+{
+    double product = 0, size = 1 + fabs(f->s[i * f->S + j]);
+    for (int64_t d = 0; d < f->D; d++) {
+        product += fabs(f->q[i * f->D + d] * f->k[j * f->D + d]);
+    }
+    return f->p->c.softcap > 0 ? size : fmax(size, 1 + product);
+}
+
+static inline double gradient_terms(const formula *f, int64_t i, int64_t j, double through,
+                                    double size)
 {
     const int64_t at = i * f->S + j;
     double dp = 0;
-    if (f->probability[at] == 0) {
-        return 0;
-    }
     for (int64_t e = 0; e < f->E; e++) {
         dp += fabs(f->dout[i * f->E + e] * f->v[j * f->E + e]);
     }
-    return f->probability[at] * (dp * formula_keep(f, i, j) + through) * (1 + fabs(f->s[at]));
+    return f->probability[at] * (dp * formula_keep(f, i, j) + through) * size;
 }
 
 /* What delta amounts to for row i. */
@@ -342,17 +360,16 @@ static inline void formula_terms(formula *f)
     for (int64_t i = 0; i < f->T; i++) {
         const double through = row_terms(f, i);
         for (int64_t j = 0; j < f->S; j++) {
-            const double ds = score_terms(f, i, j, through);
-            const double weight = f->kept[i * f->S + j];
-            const double kept = weight == 0 ? 0 : weight * (1 + fabs(f->s[i * f->S + j]));
-            add_terms(f, DQ, f->h, f->row_q + i, ds * f->root, f->k + j * f->D);
-            add_terms(f, DK, f->g, f->row_k + j, ds * f->root, f->q + i * f->D);
-            add_terms(f, DV, f->g, f->row_k + j, kept, f->dout + i * f->E);
-            add_terms(f, OUT, f->h, f->row_q + i, kept, f->v + j * f->E);
-            if (f->probability[i * f->S + j] > 0) {
-                const double score = 1 + fabs(f->s[i * f->S + j]);
-                add_terms(f, LSE, f->h, f->row_q + i, f->probability[i * f->S + j], &score);
+            if (f->probability[i * f->S + j] == 0) {
+                continue;
             }
+            const double size = score_size(f, i, j), weight = f->kept[i * f->S + j];
+            const double ds = gradient_terms(f, i, j, through, size);
+            add_terms(f, DQ, f->h, f->row_q + i, ds * f->scale_q, f->k + j * f->D);
+            add_terms(f, DK, f->g, f->row_k + j, ds * f->scale_k, f->q + i * f->D);
+            add_terms(f, DV, f->g, f->row_k + j, weight * size, f->dout + i * f->E);
+            add_terms(f, OUT, f->h, f->row_q + i, weight * size, f->v + j * f->E);
+            add_terms(f, LSE, f->h, f->row_q + i, f->probability[i * f->S + j], &size);
             if (bias->present) {
                 const int64_t row =
                     ((n[0] == 1 ? 0 : f->b) * n[1] + (n[1] == 1 ? 0 : f->h)) * n[2] +
@@ -387,6 +404,7 @@ static inline void formula_head(formula *f, int64_t b, int64_t h)
 {
     const attention_case *c = &f->p->c;
     const double scale = c->has_scale ? c->scale : 1 / sqrt((double)c->D);
+    const bool on_q_alone = f->variant & 2;
     f->b = b, f->h = h, f->g = h / (c->H / c->G);
     f->D = c->D, f->E = c->E;
     f->T = c->packed ? c->lengths_t[b] : c->T;
@@ -397,9 +415,10 @@ static inline void formula_head(formula *f, int64_t b, int64_t h)
     if (c->has_key_lengths && c->key_lengths[b] < f->S) {
         f->S = c->key_lengths[b];
     }
-    f->root = sqrt(fabs(scale));
-    f->q = take_rows(f, Q, h, f->row_q, f->T, scale < 0 ? -f->root : f->root);
-    f->k = take_rows(f, K, f->g, f->row_k, f->S, f->root);
+    f->scale_k = on_q_alone ? 1 : sqrt(fabs(scale));
+    f->scale_q = on_q_alone ? scale : scale < 0 ? -f->scale_k : f->scale_k;
+    f->q = take_rows(f, Q, h, f->row_q, f->T, f->scale_q);
+    f->k = take_rows(f, K, f->g, f->row_k, f->S, f->scale_k);
     f->v = take_rows(f, V, f->g, f->row_k, f->S, 1);
     f->dout = take_rows(f, DOUT, h, f->row_q, f->T, 1);
     double **matrices[] = {&f->s, &f->cap, &f->probability, &f->kept, &f->ds};
@@ -412,7 +431,9 @@ static inline void formula_head(formula *f, int64_t b, int64_t h)
     }
     formula_forward(f);
     formula_backward(f);
-    formula_terms(f);
+    if (f->variant > 0) { /* what passes by the first variant's bar does not need them */
+        formula_terms(f);
+    }
     for (int n = 0; n < 5; n++) {
         free(*matrices[n]);
     }
@@ -422,10 +443,10 @@ static inline void formula_head(formula *f, int64_t b, int64_t h)
     free(f->q), free(f->k), free(f->v), free(f->dout);
 }
 
-/* Fills f->result and f->terms, which formula_free releases. `step`: see the top of the file. */
-static inline void formula_run(formula *f, const problem *p, orchard_dtype step)
+/* Fills f->result and f->terms, which formula_free releases. `step`, `variant`: see the top. */
+static inline void formula_run(formula *f, const problem *p, orchard_dtype step, int variant)
 {
-    *f = (formula){.p = p, .step = step};
+    *f = (formula){.p = p, .step = step, .variant = variant};
     f->sum = p->c.dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32;
     for (int name = OUT; name < OPERANDS; name++) {
         f->result[name] = p->box[name].present ? new_numbers(box_elements(&p->box[name])) : NULL;

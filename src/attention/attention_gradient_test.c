@@ -96,7 +96,7 @@ static void check_formula(const attention_case *c, uint64_t seed, const char *wh
     if (problem_run(&p, reference)) {
         CHECK_FAIL("%s: %s", what, orchard_last_error());
     }
-    formula_run(&f, &p, ORCHARD_F64);
+    formula_run(&f, &p, ORCHARD_F64, 0);
     for (int name = OUT; name < OPERANDS; name++) {
         double largest = 1, error = 0;
         if (!p.box[name].present) {
