@@ -11,6 +11,8 @@
 int orch_cli_doctor(int count, char **words);
 int orch_cli_bench(int count, char **words);
 int orch_cli_explain(int count, char **words);
+int orch_cli_replay(int count, char **words);
+int orch_cli_tune(int count, char **words);
 
 typedef enum orch_option_kind {
     ORCH_OPTION_FLAG,  /* int32_t, set to 1 */

@@ -94,6 +94,46 @@ static void print_machine(const orchard_ctx *ctx, const orchard_ctx_opts *opts)
                                                                : "all, the best first");
 }
 
+/* ---- Devices --------------------------------------------------------------------------------- */
+
+static void print_size(const char *what, uint64_t bytes)
+{
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
+    int unit = 0;
+    double value = (double)bytes;
+    for (; value >= 1024 && unit < 4; unit++) {
+        value /= 1024;
+    }
+    printf("%s %.4g %s", what, value, units[unit]);
+}
+
+static void print_devices(orchard_ctx *ctx)
+{
+    orchard_device_info info;
+    printf("\nDevices\n");
+    for (int32_t i = 0; orchard_backend_name(i); i++) {
+        const char *backend = orchard_backend_name(i);
+        const orchard_status status = orchard_ctx_device(ctx, backend, &info);
+        if (status == ORCHARD_ERROR_ARGUMENT) {
+            continue;
+        }
+        if (status) {
+            printf("  %-9snone (%s)\n", backend, orchard_last_error());
+            continue;
+        }
+        printf("  %-9s%s, %s%s\n           ", backend, info.name, info.driver,
+               info.is_cpu ? "; this CPU: used only when asked for by name" : "");
+        print_size("local memory", info.local_bytes);
+        print_size(", largest buffer", info.buffer_bytes);
+        printf(", %" PRId32 " threads a group, simd width %" PRId32 "%s", info.group_threads,
+               info.simd_width, info.matrix ? ", 8x8 matrices" : "");
+        if (info.wrap_alignment) {
+            print_size(", host memory without a copy at multiples of", info.wrap_alignment);
+        }
+        putchar('\n');
+    }
+}
+
 /* ---- The self-test --------------------------------------------------------------------------- */
 
 /* One line. Strict, so that a backend that does not take the calls cannot hide behind the next one.
@@ -126,8 +166,9 @@ static int test_line(const char *backend, const char *isa, int32_t threads, uint
     return !right || !same;
 }
 
-static int self_test(int32_t threads)
+static int self_test(orchard_ctx *ctx, int32_t threads)
 {
+    orchard_device_info info;
     int failures = 0;
     printf(
         "\nSelf-test: attention in f32 against ref in f64, largest error relative to the largest "
@@ -137,6 +178,9 @@ static int self_test(int32_t threads)
         const char *backend = orchard_backend_name(i);
         const int uses_isa = strcmp(backend, "cpu") == 0;
         uint32_t checksum = 0;
+        if (orchard_ctx_device(ctx, backend, &info) == ORCHARD_ERROR_DEVICE) {
+            continue; /* listed as absent above */
+        }
         for (int32_t isa = 0; isa == 0 || (uses_isa && orchard_cpu_name(isa)); isa++) {
             failures +=
                 test_line(backend, uses_isa ? orchard_cpu_name(isa) : NULL, threads, &checksum);
@@ -171,7 +215,10 @@ static int fallbacks(orchard_ctx *ctx)
                 count -= old->count;
             }
         }
-        if (after[i].reason && count) {
+        /* An audit's result and a tune file's wish are no fallbacks. */
+        const int is_fallback = after[i].reason && strncmp(after[i].reason, "audit:", 6) != 0 &&
+                                strncmp(after[i].reason, "tune file", 9) != 0;
+        if (is_fallback && count) {
             printf("  %s did not take %s (%" PRIu64 " times): %s\n", after[i].backend, after[i].op,
                    count, after[i].reason);
             found = 1;
@@ -203,7 +250,8 @@ int orch_cli_doctor(int count, char **words)
         return 2;
     }
     print_machine(ctx, &opts);
-    int failures = self_test(orchard_ctx_threads(ctx)) + fallbacks(ctx);
+    print_devices(ctx);
+    int failures = self_test(ctx, orchard_ctx_threads(ctx)) + fallbacks(ctx);
     orchard_ctx_free(ctx);
     printf("\n%s\n", failures ? "Something is wrong: see FAILED above." : "All is well.");
     return failures ? 1 : 0;

@@ -14,6 +14,8 @@ static const struct {
     {"bench", "how fast an operation is here, and what share of the machine's peak",
      orch_cli_bench},
     {"explain", "which backend would take a call, and why others would not", orch_cli_explain},
+    {"replay", "runs a recorded call again, here, and judges its results", orch_cli_replay},
+    {"tune", "measures which backend is fastest for which shape, for ORCHARD_TUNE", orch_cli_tune},
 };
 
 #define COMMAND_COUNT (sizeof commands / sizeof *commands)
@@ -29,8 +31,8 @@ static void print_help(FILE *file)
     }
     fputs("  --version  the library's version\n"
           "  --help     this text; orchard COMMAND --help explains a command\n\n"
-          "Environment: ORCHARD_BACKEND, ORCHARD_CPU, ORCHARD_THREADS, ORCHARD_STRICT and\n"
-          "ORCHARD_DEBUG.\n",
+          "Environment: ORCHARD_BACKEND, ORCHARD_CPU, ORCHARD_THREADS, ORCHARD_STRICT,\n"
+          "ORCHARD_DEBUG, ORCHARD_AUDIT, ORCHARD_RECORD and ORCHARD_TUNE.\n",
           file);
 }
 

@@ -25,5 +25,7 @@
 #include <orchard/core.h>
 
 #include <orchard/attention.h>
+#include <orchard/record.h>
+#include <orchard/tune.h>
 
 #endif

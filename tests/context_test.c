@@ -84,10 +84,10 @@ static void bad_header_versions(void)
     static const struct {
         int32_t version;
         const char *words;
-    } cases[] = {{0, "header version 0.0.0, this library is 0.1.0"},
-                 {-1, "this library is 0.1.0"},
-                 {ORCHARD_HEADER_VERSION + 1, "header version 0.1.1, this library is 0.1.0"},
-                 {10203, "header version 1.2.3, this library is 0.1.0"}};
+    } cases[] = {{0, "header version 0.0.0, this library is 0.2.0"},
+                 {-1, "this library is 0.2.0"},
+                 {ORCHARD_HEADER_VERSION + 1, "header version 0.2.1, this library is 0.2.0"},
+                 {10203, "header version 1.2.3, this library is 0.2.0"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         orchard_ctx *ctx = (orchard_ctx *)&ctx;
         CHECK_INT(orchard_ctx_create_version(&ctx, NULL, cases[i].version), ORCHARD_ERROR_ARGUMENT);
@@ -108,6 +108,13 @@ static void bad_environment(void)
         {"ORCHARD_THREADS", "257", "ORCHARD_THREADS is \"257\""},
         {"ORCHARD_THREADS", "two", "ORCHARD_THREADS is \"two\""},
         {"ORCHARD_THREADS", "2x", "ORCHARD_THREADS is \"2x\""},
+        {"ORCHARD_THREADS", "+3", "ORCHARD_THREADS is \"+3\""},
+        {"ORCHARD_THREADS", " 3", "ORCHARD_THREADS is \" 3\""},
+        {"ORCHARD_THREADS", " +3", "ORCHARD_THREADS is \" +3\""},
+        {"ORCHARD_THREADS", "3 ", "ORCHARD_THREADS is \"3 \""},
+        {"ORCHARD_THREADS", "3\n", "ORCHARD_THREADS is \"3\n"},
+        {"ORCHARD_THREADS", "0x2", "ORCHARD_THREADS is \"0x2\""},
+        {"ORCHARD_THREADS", "4294967298", "ORCHARD_THREADS is \"4294967298\""},
         {"ORCHARD_THREADS", "99999999999999999999", "ORCHARD_THREADS is \"99999999999999999999\""},
         {"ORCHARD_CPU", "sse9", "ORCHARD_CPU is \"sse9\", must be avx2, neon or scalar"},
         {"ORCHARD_BACKEND", "gpu", "ORCHARD_BACKEND is \"gpu\": this build has no backend \"gpu\""},
@@ -152,7 +159,7 @@ static void environment_is_heeded(void)
     ctx = create(NULL);
     CHECK(orchard_ctx_threads(ctx) >= 1);
     CHECK_STRING(orchard_ctx_cpu(ctx), orchard_cpu_name(0));
-    CHECK_STRING(first_backend(ctx), "cpu");
+    CHECK_STRING(first_backend(ctx), orchard_backend_name(0));
     orchard_ctx_free(ctx);
 }
 

@@ -70,6 +70,16 @@ static void refuse(const char *where, fixture *f, int calls, orchard_status want
         refuse(#__VA_ARGS__, f, calls, ORCHARD_ERROR_##status, words); \
     } while (0)
 
+static orchard_buffer *buffer; /* of 16 bytes */
+
+static orchard_tensor in_buffer(orchard_tensor tensor, size_t offset)
+{
+    tensor.data = NULL;
+    tensor.buffer = buffer;
+    tensor.offset = offset;
+    return tensor;
+}
+
 static void good_calls_pass(fixture *f)
 {
     static const fixture_layout layouts[] = {PADDED, ONE_HEAD, PACKED};
@@ -99,8 +109,13 @@ static void views_of_any_operand(fixture *f)
     REFUSE(PADDED, BOTH, SHAPE, "alibi has rank -1, the limit is 8", a->alibi.rank = -1);
     REFUSE(PADDED, FORWARD, SHAPE, "out has rank 2147483647, the limit is 8",
            f->forward.out.rank = INT32_MAX);
-    REFUSE(PADDED, BOTH, UNSUPPORTED, "v lies in a buffer", a->v.buffer = (orchard_buffer *)a);
-    REFUSE(PADDED, BOTH, UNSUPPORTED, "sinks lies in a buffer", a->sinks.offset = 16);
+    REFUSE(PADDED, BOTH, ARGUMENT, "v has both a data pointer and a buffer", a->v.buffer = buffer);
+    REFUSE(PADDED, BOTH, SHAPE, "v takes 480 bytes from byte 8 of a buffer of 16 bytes",
+           a->v = in_buffer(a->v, 8));
+    REFUSE(PADDED, BOTH, SHAPE, "v starts at byte 17 of a buffer of 16 bytes",
+           a->v = in_buffer(a->v, 17));
+    REFUSE(PADDED, BOTH, ARGUMENT, "sinks has an offset of 16 bytes and no buffer",
+           a->sinks.offset = 16);
     REFUSE(PADDED, BOTH, SHAPE, "q has size -1 in dimension 2", a->q.size[2] = -1);
     REFUSE(PADDED, BOTH, SHAPE, "bias has size -5 in dimension 0", a->bias.size[0] = -5);
     REFUSE(PADDED, BOTH, LAYOUT, "k has stride -4 in dimension 2", a->k.stride[2] = -4);
@@ -377,6 +392,15 @@ static void null_pointers(fixture *f)
                    "explanation is NULL");
     expect_refusal("explain", "explain", orchard_explain(ctx, "attend", &f->forward, &explanation),
                    bad, "there is no operation \"attend\"");
+    orchard_device_info info;
+    expect_refusal("ctx_device", "ctx_device", orchard_ctx_device(NULL, "opencl", &info), bad,
+                   "ctx is NULL");
+    expect_refusal("ctx_device", "ctx_device", orchard_ctx_device(ctx, NULL, &info), bad,
+                   "backend is NULL");
+    expect_refusal("ctx_device", "ctx_device", orchard_ctx_device(ctx, "opencl", NULL), bad,
+                   "info is NULL");
+    expect_refusal("ctx_device", "ctx_device", orchard_ctx_device(ctx, "cpu", &info), bad,
+                   "backend is \"cpu\", which runs on no device");
     orchard_ctx_free(NULL);
     CHECK_INT(orchard_ctx_threads(NULL), 0);
     CHECK(orchard_ctx_cpu(NULL) == NULL);
@@ -391,7 +415,8 @@ int main(int argc, char **argv)
 {
     static fixture f;
     print_sentences = argc > 1 && strcmp(argv[1], "--sentences") == 0;
-    if (orchard_ctx_create(&ctx, &(orchard_ctx_opts){.threads = 2})) {
+    if (orchard_ctx_create(&ctx, &(orchard_ctx_opts){.threads = 2, .backend = "cpu,ref"}) ||
+        orchard_buffer_create(ctx, &buffer, 16, ORCHARD_STORAGE_ANY)) {
         CHECK_FAIL("%s", orchard_last_error());
         return check_report("misuse");
     }
@@ -406,6 +431,7 @@ int main(int argc, char **argv)
     options(&f);
     shared_elements_in_outputs(&f);
     null_pointers(&f);
+    orchard_buffer_free(buffer);
     orchard_ctx_free(ctx);
     return check_report("misuse");
 }

@@ -1,11 +1,13 @@
-/* Threads: eight of them with a context each, callers' own parallel_for functions, fork after use
- * and fork while another thread computes. Whatever runs the tasks, the bits are those of one
- * thread. */
+/* Threads: eight of them with a context each, callers' own parallel_for functions, signals, fork
+ * after use and fork while another thread computes, and calls after the library was taken down.
+ * Whatever runs the tasks, the bits are those of one thread. */
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -239,6 +241,55 @@ static void callers_parallel_for(void)
     CHECK_INT(atomic_load(&bodies), 0);
 }
 
+/* ---- Signals --------------------------------------------------------------------------------- */
+
+static pthread_t main_thread;
+static atomic_int handled, handled_elsewhere;
+
+static void on_signal(int signal_number)
+{
+    (void)signal_number;
+    atomic_fetch_add(&handled, 1);
+    if (!pthread_equal(pthread_self(), main_thread)) {
+        atomic_fetch_add(&handled_elsewhere, 1);
+    }
+}
+
+/* While the one thread of the host blocks a signal, nobody takes it, however many workers there
+ * are; and making workers leaves the caller's own mask alone. Six threads are more than any test
+ * before has used: some workers are new. */
+static void workers_take_no_signals(void)
+{
+    static results r;
+    struct sigaction action = {.sa_handler = on_signal}, action_before;
+    sigset_t usr1, before, after, pending;
+    orchard_ctx *ctx;
+    main_thread = pthread_self();
+    sigemptyset(&usr1);
+    sigaddset(&usr1, SIGUSR1);
+    sigemptyset(&action.sa_mask);
+    CHECK_INT(sigaction(SIGUSR1, &action, &action_before), 0);
+    CHECK_INT(orchard_ctx_create(&ctx, &(orchard_ctx_opts){.threads = 6}), ORCHARD_OK);
+    pthread_sigmask(SIG_SETMASK, NULL, &before);
+    CHECK_INT(sigismember(&before, SIGUSR1), 0); /* or the workers would inherit it */
+    CHECK(compute(ctx, &r) == ORCHARD_OK && right(&r));
+    pthread_sigmask(SIG_SETMASK, NULL, &after);
+    for (int i = 1; i < 32; i++) {
+        CHECK_INT(sigismember(&after, i), sigismember(&before, i));
+    }
+    pthread_sigmask(SIG_BLOCK, &usr1, NULL);
+    CHECK_INT(kill(getpid(), SIGUSR1), 0);
+    CHECK(compute(ctx, &r) == ORCHARD_OK && right(&r)); /* workers that sleep are woken */
+    nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    CHECK_INT(atomic_load(&handled), 0);
+    CHECK(sigpending(&pending) == 0 && sigismember(&pending, SIGUSR1) == 1);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    CHECK_INT(atomic_load(&handled), 1);
+    CHECK_INT(atomic_load(&handled_elsewhere), 0);
+    CHECK_INT(sigaction(SIGUSR1, &action_before, NULL), 0);
+    orchard_ctx_free(ctx);
+}
+
 /* ---- Fork ------------------------------------------------------------------------------------ */
 
 /* The child's own verdict; SIGALRM ends one that hangs. */
@@ -300,6 +351,48 @@ static void fork_during_use(void)
     orchard_ctx_free(ctx);
 }
 
+/* ---- Calls on the way out -------------------------------------------------------------------- */
+
+static bool leaving, good_at_exit;
+static results last_results;
+
+/* Before the library's destructor, which stops the workers. */
+static void call_at_exit(void)
+{
+    good_at_exit = compute_with(&(orchard_ctx_opts){.threads = 3}, &last_results);
+}
+
+/* After it: destructors run from high priorities to low ones, and the library's has none. */
+__attribute__((destructor(101))) static void call_after_the_library(void)
+{
+    if (leaving) {
+        const bool good = compute_with(&(orchard_ctx_opts){.threads = 3}, &last_results);
+        _exit(good && good_at_exit ? 0 : 3);
+    }
+}
+
+/* A child leaves by exit(), with a pool and without one; SIGALRM ends one that hangs. */
+static void calls_on_the_way_out(void)
+{
+    for (int with_pool = 0; with_pool < 2; with_pool++) {
+        fflush(stdout);
+        const pid_t child = fork();
+        if (child == 0) {
+            alarm(20);
+            leaving = true;
+            good_at_exit = true;
+            if (with_pool) {
+                atexit(call_at_exit);
+                good_at_exit = compute_with(&(orchard_ctx_opts){.threads = 4}, &last_results);
+            }
+            exit(good_at_exit ? 4 : 5); /* the destructor puts its own status in place of this */
+        }
+        int status = -1;
+        CHECK(child > 0 && waitpid(child, &status, 0) == child);
+        CHECK_INT(status, 0);
+    }
+}
+
 int main(void)
 {
     fixture_numbers(q, COUNT, 1);
@@ -314,11 +407,13 @@ int main(void)
     orchard_ctx_free(ctx);
     many_callers();
     callers_parallel_for();
+    workers_take_no_signals();
     if (UNDER_TSAN) { /* it does not follow threads that a forked child makes */
         printf("threads: fork tests are left to the other builds\n");
     } else {
         fork_after_use();
         fork_during_use();
+        calls_on_the_way_out();
     }
     return check_report("threads");
 }

@@ -23,10 +23,11 @@
  * Letters: B batch, H query heads, G key/value heads (G divides H; query head h uses key head h /
  * (H/G)), T queries, S keys, D head size of q and k, E head size of v. D and E are 1 ... 512.
  *
- * A query that sees no key: out 0, all its gradients 0, lse -inf (or the sink). NaN and Inf in a
- * key or value that no query of its batch element sees never reach an output; otherwise they spread
- * as in PyTorch. Sums are fp32, for fp64 tensors fp64. The same call gives the same bits with any
- * number of threads, on every instruction set, and however a batch is split into calls (what
+ * A query that sees no key: out 0, all its gradients 0, lse -inf (or the sink). A sink of +inf
+ * takes all weight: out 0, lse +inf. NaN and Inf in a key or value that no query of its batch
+ * element sees never reach an output; otherwise they spread as in PyTorch. Sums are fp32, for fp64
+ * tensors fp64. The same call gives the same bits with any number of threads, on every instruction
+ * set, and however a batch is split into calls (what
  * sums over the batch, dbias and dsinks, and dropout, which counts batch elements, aside). */
 #ifndef ORCHARD_ATTENTION_H
 #define ORCHARD_ATTENTION_H

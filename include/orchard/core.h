@@ -24,7 +24,7 @@ extern "C" {
 /* ---- Version --------------------------------------------------------------------------------- */
 
 #define ORCHARD_VERSION_MAJOR 0
-#define ORCHARD_VERSION_MINOR 1
+#define ORCHARD_VERSION_MINOR 2
 #define ORCHARD_VERSION_PATCH 0
 
 /* This header's version as one number. orchard_ctx_create passes it to the library, so that a
@@ -84,7 +84,15 @@ ORCHARD_API size_t orchard_dtype_size(orchard_dtype dtype);
 
 #define ORCHARD_MAX_RANK 8
 
-/* Memory of a device. No call makes one yet: tensors point to host memory. */
+/* Where memory lives. */
+typedef enum orchard_storage {
+    ORCHARD_STORAGE_ANY = 0,    /* as a wish: whatever is best */
+    ORCHARD_STORAGE_HOST = 1,   /* plain memory of this process */
+    ORCHARD_STORAGE_SHARED = 2, /* seen by CPU and GPU */
+    ORCHARD_STORAGE_PRIVATE = 3 /* seen by the GPU alone */
+} orchard_storage;
+
+/* Memory of a device; see "Buffers" below. */
 typedef struct orchard_buffer orchard_buffer;
 
 /* A view that owns nothing: element (i0, i1, ...) lies at data + (i0*stride[0] + i1*stride[1] +
@@ -94,8 +102,8 @@ typedef struct orchard_buffer orchard_buffer;
  * them. */
 typedef struct orchard_tensor {
     void *data;             /* host pointer to element (0, 0, ...), aligned to its dtype */
-    orchard_buffer *buffer; /* NULL */
-    size_t offset;          /* bytes into buffer; 0 */
+    orchard_buffer *buffer; /* or: where it lies, `data` being NULL then, */
+    size_t offset;          /* and at which byte of it */
     orchard_dtype dtype;
     int32_t rank; /* 0 ... ORCHARD_MAX_RANK */
     int64_t size[ORCHARD_MAX_RANK];
@@ -148,6 +156,13 @@ typedef struct orchard_ctx_opts {
     orchard_alloc_fn alloc; /* NULL: the C library's */
     void *alloc_user;
     orchard_parallel_for_fn parallel_for; /* NULL: Orchard's own process-wide thread pool */
+
+    /* Since 0.2. Your own device and queue, for contexts whose work must come in order with yours;
+     * they are retained. NULL: the default device, opened when it is first needed. */
+    void *metal_device;   /* id<MTLDevice> */
+    void *metal_queue;    /* id<MTLCommandQueue> of that device */
+    void *opencl_context; /* cl_context with one device */
+    void *opencl_queue;   /* cl_command_queue of that context, in order */
 } orchard_ctx_opts;
 
 /* orchard_ctx_create(&ctx, opts): makes a context; ctx is NULL on failure. opts may be NULL, or
@@ -164,6 +179,71 @@ ORCHARD_API void orchard_ctx_free(orchard_ctx *ctx);
 /* What the context settled on: threads it will use, and "avx2", "neon" or "scalar". */
 ORCHARD_API int32_t orchard_ctx_threads(const orchard_ctx *ctx);
 ORCHARD_API const char *orchard_ctx_cpu(const orchard_ctx *ctx);
+
+/* ---- Devices --------------------------------------------------------------------------------- */
+
+/* The device that a backend ("metal", "opencl") runs on. */
+typedef struct orchard_device_info {
+    char name[80], driver[80];
+    int32_t is_cpu; /* it is this machine's CPU: used only when its backend is asked for by name */
+    int32_t group_threads; /* most threads of one group */
+    int32_t simd_width;    /* threads that run in step; 1 where that is not known */
+    int32_t matrix;        /* 8x8 matrices of a SIMD group */
+    uint64_t local_bytes, buffer_bytes,
+        memory_bytes;        /* of a group; largest buffer; in all (0: unknown) */
+    uint64_t wrap_alignment; /* host memory is used without a copy where address and length are
+                                multiples of this; 0: never */
+} orchard_device_info;
+
+/* Opens the device if that has not happened yet. ORCHARD_ERROR_DEVICE: there is none, and the
+ * sentence says why. */
+ORCHARD_API orchard_status orchard_ctx_device(orchard_ctx *ctx, const char *backend,
+                                              orchard_device_info *info);
+
+/* ---- Buffers --------------------------------------------------------------------------------- */
+
+/* Memory that a GPU can use without a copy. A buffer belongs to its device: any context of the
+ * process that uses the same device may use it, and it outlives the context that made it.
+ *
+ *     orchard_buffer *buffer;
+ *     orchard_buffer_create(ctx, &buffer, bytes, ORCHARD_STORAGE_PRIVATE);
+ *     orchard_tensor q = orchard_tensor_in(buffer, 0, ORCHARD_F32, 4, (int64_t[]){B, H, T, D});
+ *
+ * A call whose tensors all lie in buffers of the device returns when its work is queued; work runs
+ * in the order of calls. orchard_ctx_sync, orchard_buffer_read and a call with a tensor in host
+ * memory wait for it. If the device fails after a call returned, outputs are undefined, and every
+ * later call and sync of the context returns ORCHARD_ERROR_DEVICE. */
+
+/* `storage` is a wish for where it lives; ORCHARD_STORAGE_ANY suits every use. Fresh memory is
+ * undefined. Without a device only HOST and ANY can be had. Pairs with orchard_buffer_free. */
+ORCHARD_API orchard_status orchard_buffer_create(orchard_ctx *ctx, orchard_buffer **buffer,
+                                                 size_t bytes, orchard_storage storage);
+
+/* Your own id<MTLBuffer> or cl_mem of the context's device, in whatever storage; retained. */
+ORCHARD_API orchard_status orchard_buffer_wrap(orchard_ctx *ctx, orchard_buffer **buffer,
+                                               void *handle);
+
+/* Waits until the device no longer uses it. NULL is fine. */
+ORCHARD_API void orchard_buffer_free(orchard_buffer *buffer);
+
+/* Where the CPU sees it, valid after orchard_ctx_sync; NULL for private memory. */
+ORCHARD_API void *orchard_buffer_contents(const orchard_buffer *buffer);
+ORCHARD_API size_t orchard_buffer_bytes(const orchard_buffer *buffer);
+ORCHARD_API orchard_storage orchard_buffer_storage(const orchard_buffer *buffer);
+
+/* Copies, in whatever storage, after all that was queued before; done when they return. */
+ORCHARD_API orchard_status orchard_buffer_write(orchard_buffer *buffer, size_t offset,
+                                                const void *from, size_t bytes);
+ORCHARD_API orchard_status orchard_buffer_read(const orchard_buffer *buffer, size_t offset,
+                                               void *to, size_t bytes);
+
+/* A dense tensor that starts at byte `offset` of a buffer. */
+ORCHARD_API orchard_tensor orchard_tensor_in(orchard_buffer *buffer, size_t offset,
+                                             orchard_dtype dtype, int32_t rank,
+                                             const int64_t *size);
+
+/* Waits until the devices have done all that this process queued. */
+ORCHARD_API orchard_status orchard_ctx_sync(orchard_ctx *ctx);
 
 /* ---- Which backend runs, and which did ------------------------------------------------------- */
 
@@ -195,6 +275,14 @@ typedef struct orchard_report_line {
 
 /* Writes up to `capacity` lines and returns how many there are. */
 ORCHARD_API int64_t orchard_report(orchard_report_line *lines, int64_t capacity);
+
+/* How operands in buffers, and operands of calls on a device, came to the backend: bound where they
+ * are, host memory wrapped without a copy, or copied. Of the whole process. */
+typedef struct orchard_memory_counts {
+    uint64_t direct, wrapped, staged, staged_bytes;
+} orchard_memory_counts;
+
+ORCHARD_API void orchard_memory_report(orchard_memory_counts *counts);
 
 /* The name of the i-th backend of this build in order of preference, NULL past the end; and the
  * same for the instruction sets that this CPU can run, best first. */

@@ -4,7 +4,9 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <string.h>
 
+#include "attention/attention_log.h"
 #include "core/context.h"
 #include "core/philox.h"
 
@@ -458,39 +460,59 @@ static orchard_status check_inputs(expected *e, const orchard_attention *in, orc
     return check_options(e, in, p);
 }
 
-/* ---- Aliasing -------------------------------------------------------------------------------- */
+/* ---- Operands -------------------------------------------------------------------------------- */
 
-typedef struct operand {
-    const char *name;
-    const orchard_tensor *tensor;
-} operand;
+/* 0.0.1 is the header that the test of older programs is built with: it ends at seed. */
+const orch_layout orch_attention_forward_layouts[2] = {
+    {1, offsetof(orchard_attention_forward_args, attention.dropout_offset)},
+    {100, sizeof(orchard_attention_forward_args)}};
+const orch_layout orch_attention_backward_layouts[2] = {
+    {1, offsetof(orchard_attention_backward_args, attention.dropout_offset)},
+    {100, sizeof(orchard_attention_backward_args)}};
 
-#define INPUT_OPERANDS(in)                                                          \
-    {"q", &(in)->q}, {"k", &(in)->k}, {"v", &(in)->v}, {"bias", &(in)->bias},       \
-        {"mask", &(in)->mask}, {"alibi", &(in)->alibi}, {"sinks", &(in)->sinks},    \
-        {"key_lengths", &(in)->key_lengths}, {"cu_seqlens_q", &(in)->cu_seqlens_q}, \
-    {                                                                               \
-        "cu_seqlens_k", &(in)->cu_seqlens_k                                         \
-    }
-
-/* The first `outputs` operands are written: none may share an element with itself or with any
- * other. */
-static orchard_status check_aliasing(const expected *e, const operand *operands, int count,
-                                     int outputs)
+static int32_t list_inputs(orchard_attention *in, orch_operand *list)
 {
-    for (int i = 0; i < outputs; i++) {
-        if (!has(operands[i].tensor)) {
-            continue;
-        }
-        ORCH_TRY(orch_tensor_check_distinct(e->op, operands[i].name, operands[i].tensor));
-        for (int j = i + 1; j < count; j++) {
-            if (has(operands[j].tensor)) {
-                ORCH_TRY(orch_tensor_check_apart(e->op, operands[i].name, operands[i].tensor,
-                                                 operands[j].name, operands[j].tensor));
-            }
-        }
-    }
-    return ORCHARD_OK;
+    const orch_operand inputs[] = {
+        orch_operand_of("q", &in->q, ORCH_INPUT),
+        orch_operand_of("k", &in->k, ORCH_INPUT),
+        orch_operand_of("v", &in->v, ORCH_INPUT),
+        orch_operand_of("bias", &in->bias, ORCH_INPUT),
+        orch_operand_of("mask", &in->mask, ORCH_INPUT),
+        orch_operand_of("alibi", &in->alibi, ORCH_INPUT),
+        orch_operand_of("sinks", &in->sinks, ORCH_INPUT),
+        orch_operand_of("key_lengths", &in->key_lengths, ORCH_LENGTHS),
+        orch_operand_of("cu_seqlens_q", &in->cu_seqlens_q, ORCH_LENGTHS),
+        orch_operand_of("cu_seqlens_k", &in->cu_seqlens_k, ORCH_LENGTHS),
+    };
+    memcpy(list, inputs, sizeof inputs);
+    return (int32_t)(sizeof inputs / sizeof *inputs);
+}
+
+int32_t orch_attention_forward_operands(void *caller_args, orch_operand *list)
+{
+    orchard_attention_forward_args *args = caller_args;
+    list[0] = orch_operand_of("out", &args->out, ORCH_OUTPUT);
+    list[1] = orch_operand_of("lse", &args->lse, ORCH_OUTPUT);
+    return 2 + list_inputs(&args->attention, list + 2);
+}
+
+int32_t orch_attention_backward_operands(void *caller_args, orch_operand *list)
+{
+    orchard_attention_backward_args *args = caller_args;
+    const orch_operand own[] = {
+        orch_operand_of("dq", &args->dq, ORCH_OUTPUT),
+        orch_operand_of("dk", &args->dk, ORCH_OUTPUT),
+        orch_operand_of("dv", &args->dv, ORCH_OUTPUT),
+        orch_operand_of("dbias", &args->dbias, ORCH_OUTPUT),
+        orch_operand_of("dsinks", &args->dsinks, ORCH_OUTPUT),
+        orch_operand_of("dout", &args->dout, ORCH_INPUT),
+        orch_operand_of("dlse", &args->dlse, ORCH_INPUT),
+        orch_operand_of("out", &args->out, ORCH_INPUT),
+        orch_operand_of("lse", &args->lse, ORCH_INPUT),
+    };
+    memcpy(list, own, sizeof own);
+    const int32_t count = (int32_t)(sizeof own / sizeof *own);
+    return count + list_inputs(&args->attention, list + count);
 }
 
 /* ---- Forward --------------------------------------------------------------------------------- */
@@ -498,34 +520,29 @@ static orchard_status check_aliasing(const expected *e, const operand *operands,
 orchard_status orch_attention_forward_check(const orchard_ctx *ctx, const void *caller_args,
                                             void *problem)
 {
-    /* 0.0.1 is the header that the test of older programs is built with: it ends at seed. */
-    static const orch_layout layouts[] = {
-        {1, offsetof(orchard_attention_forward_args, attention.dropout_offset)},
-        {100, sizeof(orchard_attention_forward_args)}};
-    orchard_attention_forward_args args;
-    orch_args_import(ctx, &args, caller_args, layouts, 2);
+    const orchard_attention_forward_args *args = caller_args;
+    (void)ctx;
     orch_attention *p = problem;
     expected e = {.op = "attention_forward"};
-    ORCH_TRY(check_inputs(&e, &args.attention, p));
-    if (!has(&args.out)) {
+    ORCH_TRY(check_inputs(&e, &args->attention, p));
+    if (!has(&args->out)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: out is missing", e.op);
     }
     const int64_t rows = e.packed ? p->total_t : p->T;
-    ORCH_TRY(view_rows_of(&e, "out", &args.out, &p->out,
+    ORCH_TRY(view_rows_of(&e, "out", &args->out, &p->out,
                           (int64_t[]){e.packed ? 1 : p->B, p->H, rows, p->E}));
     ORCH_TRY(require_dtype(&e, "out", &p->out, p->dtype));
-    if (has(&args.lse)) {
-        ORCH_TRY(view_lse(&e, "lse", &args.lse, p, &p->lse));
+    if (has(&args->lse)) {
+        ORCH_TRY(view_lse(&e, "lse", &args->lse, p, &p->lse));
     }
-    const operand operands[] = {
-        {"out", &args.out}, {"lse", &args.lse}, INPUT_OPERANDS(&args.attention)};
-    return check_aliasing(&e, operands, (int)(sizeof operands / sizeof *operands), 2);
+    return ORCHARD_OK;
 }
 
 orchard_status orchard_attention_forward(orchard_ctx *ctx,
                                          const orchard_attention_forward_args *args)
 {
-    return orch_dispatch(ctx, ORCH_OP_attention_forward, args);
+    const orch_op op = ORCH_OP_attention_forward;
+    return orch_attention_log(ctx, op, orch_dispatch(ctx, op, args));
 }
 
 /* ---- Backward -------------------------------------------------------------------------------- */
@@ -599,43 +616,36 @@ static orchard_status check_gradient_scores(const expected *e,
 orchard_status orch_attention_backward_check(const orchard_ctx *ctx, const void *caller_args,
                                              void *problem)
 {
-    static const orch_layout layouts[] = {
-        {1, offsetof(orchard_attention_backward_args, attention.dropout_offset)},
-        {100, sizeof(orchard_attention_backward_args)}};
-    orchard_attention_backward_args args;
-    orch_args_import(ctx, &args, caller_args, layouts, 2);
+    const orchard_attention_backward_args *args = caller_args;
+    (void)ctx;
     orch_attention *p = problem;
     expected e = {.op = "attention_backward"};
-    ORCH_TRY(check_inputs(&e, &args.attention, p));
-    if (!has(&args.dout) || !has(&args.out) || !has(&args.lse)) {
+    ORCH_TRY(check_inputs(&e, &args->attention, p));
+    if (!has(&args->dout) || !has(&args->out) || !has(&args->lse)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s is missing", e.op,
-                         !has(&args.dout)  ? "dout"
-                         : !has(&args.out) ? "out"
-                                           : "lse");
+                         !has(&args->dout)  ? "dout"
+                         : !has(&args->out) ? "out"
+                                            : "lse");
     }
-    if (!has(&args.dq) && !has(&args.dk) && !has(&args.dv) && !has(&args.dbias) &&
-        !has(&args.dsinks)) {
+    if (!has(&args->dq) && !has(&args->dk) && !has(&args->dv) && !has(&args->dbias) &&
+        !has(&args->dsinks)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT,
                          "%s: no gradient is asked for: dq, dk, dv, dbias and dsinks "
                          "are all missing",
                          e.op);
     }
-    ORCH_TRY(check_gradient_rows(&e, &args, p));
-    ORCH_TRY(view_lse(&e, "lse", &args.lse, p, &p->lse));
-    if (has(&args.dlse)) {
-        ORCH_TRY(view_lse(&e, "dlse", &args.dlse, p, &p->dlse));
+    ORCH_TRY(check_gradient_rows(&e, args, p));
+    ORCH_TRY(view_lse(&e, "lse", &args->lse, p, &p->lse));
+    if (has(&args->dlse)) {
+        ORCH_TRY(view_lse(&e, "dlse", &args->dlse, p, &p->dlse));
     }
-    ORCH_TRY(check_gradient_scores(&e, &args, p));
-    const operand operands[] = {{"dq", &args.dq},         {"dk", &args.dk},
-                                {"dv", &args.dv},         {"dbias", &args.dbias},
-                                {"dsinks", &args.dsinks}, {"dout", &args.dout},
-                                {"dlse", &args.dlse},     {"out", &args.out},
-                                {"lse", &args.lse},       INPUT_OPERANDS(&args.attention)};
-    return check_aliasing(&e, operands, (int)(sizeof operands / sizeof *operands), 5);
+    ORCH_TRY(check_gradient_scores(&e, args, p));
+    return ORCHARD_OK;
 }
 
 orchard_status orchard_attention_backward(orchard_ctx *ctx,
                                           const orchard_attention_backward_args *args)
 {
-    return orch_dispatch(ctx, ORCH_OP_attention_backward, args);
+    const orch_op op = ORCH_OP_attention_backward;
+    return orch_attention_log(ctx, op, orch_dispatch(ctx, op, args));
 }

@@ -94,12 +94,27 @@ static inline void orch_attention_range(const orch_attention *p, const orch_sequ
     *hi = last < first ? first : last;
 }
 
+/* Whether there is any row of q, and any of k: without, no batch element needs a visit, and there
+ * may be 2^32 of them. */
+static inline bool orch_attention_has_queries(const orch_attention *p)
+{
+    return p->H > 0 && p->total_t > 0;
+}
+
+static inline bool orch_attention_has_keys(const orch_attention *p)
+{
+    return p->G > 0 && p->total_s > 0;
+}
+
 /* Address of row `i` of head `h`, in elements from data. */
 static inline int64_t orch_row(const orch_view *view, int64_t b, int64_t h, int64_t i)
 {
     return b * view->batch + h * view->head + i * view->row;
 }
 
+extern const orch_layout orch_attention_forward_layouts[2], orch_attention_backward_layouts[2];
+int32_t orch_attention_forward_operands(void *args, orch_operand *list);
+int32_t orch_attention_backward_operands(void *args, orch_operand *list);
 orchard_status orch_attention_forward_check(const orchard_ctx *ctx, const void *args,
                                             void *problem);
 orchard_status orch_attention_backward_check(const orchard_ctx *ctx, const void *args,

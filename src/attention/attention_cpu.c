@@ -179,7 +179,9 @@ static size_t forward_plan(const orch_call *call, orch_attention_cpu_plan *plan,
 static const char *forward_plan_slot(const orch_call *call, size_t *scratch_bytes)
 {
     orch_attention_cpu_plan plan;
-    *scratch_bytes = forward_plan(call, &plan, NULL);
+    if (orch_attention_has_queries(call->problem)) {
+        *scratch_bytes = forward_plan(call, &plan, NULL);
+    }
     return NULL;
 }
 
@@ -226,6 +228,9 @@ static orchard_status forward_run(const orch_call *call, void *scratch)
 {
     const orch_attention *p = call->problem;
     forward_job job = {.kernels = choose_kernels(call->ctx->isa, p->dtype)};
+    if (!orch_attention_has_queries(p)) {
+        return ORCHARD_OK;
+    }
     forward_plan(call, &job.plan, scratch);
     orch_parallel(call->ctx, job.plan.tasks, forward_task, &job);
     if (job.plan.worker_scratch != job.plan.partials) {
@@ -234,7 +239,7 @@ static orchard_status forward_run(const orch_call *call, void *scratch)
     return ORCHARD_OK;
 }
 
-const orch_slot orch_attention_forward_cpu = {forward_plan_slot, forward_run};
+const orch_slot orch_attention_forward_cpu = {.plan = forward_plan_slot, .run = forward_run};
 
 /* ---- Backward -------------------------------------------------------------------------------- */
 
@@ -260,6 +265,14 @@ static bool dbias_is_direct(const orch_attention *p)
     return p->dbias.present && !orch_tensor_present(&p->cu_seqlens_q);
 }
 
+/* Whether tasks over (b, g) have anything to write. */
+static bool visits_batch(const orch_attention *p, const orch_attention_cpu_plan *plan)
+{
+    return (orch_attention_has_queries(p) &&
+            (p->dq.present || p->dsinks.present || plan->dbias_direct)) ||
+           (orch_attention_has_keys(p) && (p->dk.present || p->dv.present));
+}
+
 static size_t backward_plan(const orch_call *call, backward_job *job, char *scratch)
 {
     const orch_attention *p = call->problem;
@@ -273,7 +286,8 @@ static size_t backward_plan(const orch_call *call, backward_job *job, char *scra
     plan->width_k = divide_up(p->D, vector) * vector;
     plan->width_v = divide_up(p->E, vector) * vector;
     job->splits = 1;
-    for (int64_t b = 0; b < p->B; b++) {
+    const int64_t batch = visits_batch(p, plan) ? p->B : 0;
+    for (int64_t b = 0; b < batch; b++) {
         const orch_sequence s = orch_attention_sequence(p, b);
         const orch_attention_cut cut = cut_backward(plan, &s);
         job->splits = cut.splits > job->splits ? cut.splits : job->splits;
@@ -378,8 +392,7 @@ static orchard_status backward_run(const orch_call *call, void *scratch)
     const int64_t pairs = p->B * p->G;
     backward_job job;
     backward_plan(call, &job, scratch);
-    if (p->dq.present || p->dk.present || p->dv.present || p->dsinks.present ||
-        job.plan.dbias_direct) {
+    if (visits_batch(p, &job.plan)) {
         if (job.splits == 1) {
             orch_parallel(call->ctx, pairs, backward_whole, &job);
         }
@@ -400,4 +413,4 @@ static orchard_status backward_run(const orch_call *call, void *scratch)
     return ORCHARD_OK;
 }
 
-const orch_slot orch_attention_backward_cpu = {backward_plan_slot, backward_run};
+const orch_slot orch_attention_backward_cpu = {.plan = backward_plan_slot, .run = backward_run};

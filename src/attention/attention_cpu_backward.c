@@ -153,6 +153,24 @@ static void clear_dbias(const orch_attention *p, const orch_attention_task *task
     clear_dbias_keys(p, task, n, n->hi, p->S);
 }
 
+/* delta of a blind row, which takes part in its sink alone. Its out is 0, or a larger softmax's: a
+ * 0 hides whatever dout holds. */
+static real blind_delta(const orch_attention *p, const orch_attention_task *task, const panel *n,
+                        int lane)
+{
+    const int64_t i = task->sequence.row_q + n->query[lane];
+    const int64_t row = orch_row(&p->out, task->b, n->head[lane], i);
+    const int64_t drow = orch_row(&p->dout, task->b, n->head[lane], i);
+    double sum = 0;
+    for (int64_t e = 0; e < p->E; e++) {
+        const double out = orch_element_load(p->out.dtype, p->out.data, row + e * p->out.column);
+        if (out != 0) {
+            sum += out * orch_element_load(p->dout.dtype, p->dout.data, drow + e * p->dout.column);
+        }
+    }
+    return (real)sum - dlse_of(p, task, n, lane);
+}
+
 /* What the sink of each row's head gets from it: -delta times the sink's probability. */
 static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
                              const gradient_state *state, int64_t index)
@@ -161,11 +179,16 @@ static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_att
     const panel *n = &state->panels[index];
     const real *delta = state->delta + index * PANEL;
     real power[PANEL];
+    bool absent[PANEL];
     for (int lane = 0; lane < PANEL; lane++) {
         const double sink =
             orch_element_load(p->sinks.dtype, p->sinks.data, n->head[lane] * p->sinks.head);
-        power[lane] = (real)(sink * LOG2E - (double)state->lse_hi[index * PANEL + lane] -
-                             (double)state->lse_lo[index * PANEL + lane]);
+        const int64_t i = task->sequence.row_q + n->query[lane];
+        const double lse = orch_element_load(p->lse.dtype, p->lse.data,
+                                             orch_row(&p->lse, task->b, n->head[lane], i));
+        /* Not above 1, however lse was rounded, and 1 where both are +inf. */
+        power[lane] = sink >= lse ? 0 : (real)((sink - lse) * LOG2E);
+        absent[lane] = sink == -INFINITY || lse == -INFINITY;
     }
     for (int c = 0; c < PANEL; c += VW) {
         v_store(power + c, v_exp2(v_load(power + c)));
@@ -174,7 +197,8 @@ static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_att
         const int64_t row =
             orch_tensor_present(&p->cu_seqlens_q) ? task->sequence.row_q : task->b * p->T;
         real *term = (real *)plan->sink_terms + n->head[lane] * p->total_t + row + n->query[lane];
-        *term = -(power[lane] * delta[lane]);
+        const real gradient = n->blind[lane] ? blind_delta(p, task, n, lane) : delta[lane];
+        *term = absent[lane] ? 0 : -(power[lane] * gradient);
     }
 }
 

@@ -110,7 +110,7 @@ void ORCH_K(attention_dbias)(const orch_attention_cpu_plan *plan, int64_t index,
         own.last[i] = p->bias_size[i] == 1 ? full[i] : at + 1;
     }
     memset(state.dbias, 0, (size_t)(block_rows * plan->block_keys) * sizeof(double));
-    for (int64_t b = own.first[0]; b < own.last[0]; b++) {
+    for (int64_t b = own.first[0]; b < own.last[0] && orch_attention_has_queries(p); b++) {
         const orch_sequence s = orch_attention_sequence(p, b);
         for (int64_t h = own.first[1]; h < own.last[1]; h++) {
             /* One head per panel here: an owner may want one head only. */

@@ -59,6 +59,12 @@ ORCH_INLINE void power_rows(real *scores, int64_t j, int rows, int vectors, cons
     }
 }
 
+/* 2^(a - base), where a is not above base: of equals it is 1, also if a sink made both +inf. */
+ORCH_INLINE v_real power_below(v_real a, v_real base)
+{
+    return v_exp2_low(v_select(v_equal(a, base), v_zero(), v_sub(a, base)));
+}
+
 /* Turns scores into probabilities 2^(s - m) under the new maximum; factor gets what older sums of
  * each lane must be multiplied with. */
 ORCH_INLINE void softmax_block_of(real *scores, int64_t keys, real *m, real *l, real factor[PANEL],
@@ -90,7 +96,7 @@ ORCH_INLINE void softmax_block_of(real *scores, int64_t keys, real *m, real *l, 
         power_rows(scores, j, 1, vectors, base, sum);
     }
     for (int c = 0; c < vectors; c++) {
-        const v_real rescale = v_exp2_low(v_sub(v_load(m + c * VW), base[c]));
+        const v_real rescale = power_below(v_load(m + c * VW), base[c]);
         v_store(l + c * VW, v_fma(v_load(l + c * VW), rescale, sum[c]));
         v_store(m + c * VW, top[c]);
         v_store(factor + c * VW, rescale);
@@ -308,8 +314,8 @@ void ORCH_K(attention_combine)(const orch_attention_cpu_plan *plan, const orch_a
             for (int c = 0; c < PANEL; c += VW) {
                 const v_real top = v_max(v_load(m + c), v_load(more_m + c));
                 const v_real base = v_select(v_equal(top, v_set1(-INFINITY)), v_zero(), top);
-                const v_real old = v_exp2_low(v_sub(v_load(m + c), base));
-                const v_real new = v_exp2_low(v_sub(v_load(more_m + c), base));
+                const v_real old = power_below(v_load(m + c), base);
+                const v_real new = power_below(v_load(more_m + c), base);
                 v_store(l + c, v_fma(v_load(more_l + c), new, v_mul(v_load(l + c), old)));
                 v_store(m + c, top);
                 for (int64_t e = 0; e < p->E; e++) {

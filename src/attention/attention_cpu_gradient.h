@@ -74,6 +74,48 @@ static void panel_lse(const orch_attention *p, const orch_attention_task *task,
     }
 }
 
+static real dlse_of(const orch_attention *p, const orch_attention_task *task, const panel *n,
+                    int lane)
+{
+    const int64_t i = task->sequence.row_q + n->query[lane];
+    const int64_t at = orch_row(&p->dlse, task->b, n->head[lane], i);
+    return p->dlse.present ? (real)orch_element_load(p->dlse.dtype, p->dlse.data, at) : 0;
+}
+
+/* Marks rows that see nothing where their lse cannot tell, since it is the sink: those of which
+ * something is not finite, the others do no harm. True if there are any. */
+static bool mark_blind(const orch_attention *p, const orch_attention_task *task,
+                       gradient_state *state, int64_t index)
+{
+    panel *n = &state->panels[index];
+    const real *q = state->q + index * p->D * PANEL, *dout = state->dout + index * p->E * PANEL;
+    real sums[PANEL]; /* stay 0 while everything is finite */
+    bool any = false;
+    for (int c = 0; c < PANEL; c += VW) {
+        v_real sum = v_zero();
+        for (int64_t d = 0; d < p->D; d++) {
+            sum = v_fma(v_load(q + d * PANEL + c), v_zero(), sum);
+        }
+        for (int64_t e = 0; e < p->E; e++) {
+            sum = v_fma(v_load(dout + e * PANEL + c), v_zero(), sum);
+        }
+        v_store(sums + c, sum);
+    }
+    for (int lane = 0; lane < n->lanes; lane++) {
+        int64_t j = n->lane_lo[lane];
+        if (n->blind[lane] || sums[lane] + dlse_of(p, task, n, lane) * 0 == 0) {
+            continue;
+        }
+        while (j < n->lane_hi[lane] &&
+               pair_is_hidden(p, task->b, n->head[lane], n->query[lane], j)) {
+            j++;
+        }
+        n->blind[lane] = j == n->lane_hi[lane];
+        any = any || n->blind[lane];
+    }
+    return any;
+}
+
 /* delta = dout . out - dlse. */
 static void panel_delta(const orch_attention *p, const orch_attention_task *task,
                         gradient_state *state, int64_t index)
@@ -91,10 +133,8 @@ static void panel_delta(const orch_attention *p, const orch_attention_task *task
         v_store(delta + c, sum);
     }
     for (int lane = 0; lane < n->lanes && p->dlse.present; lane++) {
-        const int64_t i = task->sequence.row_q + n->query[lane];
-        const int64_t at = orch_row(&p->dlse, task->b, n->head[lane], i);
         if (!n->blind[lane]) {
-            delta[lane] -= (real)orch_element_load(p->dlse.dtype, p->dlse.data, at);
+            delta[lane] -= dlse_of(p, task, n, lane);
         }
     }
 }
@@ -108,8 +148,10 @@ static void gradient_start(const orch_attention_cpu_plan *plan, const orch_atten
         panel *at = &state->panels[n];
         panel_set(at, p, task, task->block * plan->block_panels + n, 0, task->sequence.S);
         panel_lse(p, task, state, n);
-        panel_pack(state->q + n * p->D * PANEL, at, &p->q, task, p->D, query_scale(p));
-        panel_pack(state->dout + n * p->E * PANEL, at, &p->dout, task, p->E, 1);
+        do {
+            panel_pack(state->q + n * p->D * PANEL, at, &p->q, task, p->D, query_scale(p));
+            panel_pack(state->dout + n * p->E * PANEL, at, &p->dout, task, p->E, 1);
+        } while (p->sinks.present && mark_blind(p, task, state, n));
         panel_delta(p, task, state, n);
     }
 }

@@ -154,13 +154,22 @@ static inline bool row_is_finite(const real *row, int64_t columns)
     return sum == 0;
 }
 
+/* Whether mask or bias leave the pair out. */
+static bool pair_is_hidden(const orch_attention *p, int64_t b, int64_t h, int64_t i, int64_t j)
+{
+    const orch_view *mask = &p->mask, *bias = &p->bias;
+    const int64_t at_mask = orch_row(mask, b, h, i) + j * mask->column;
+    const int64_t at_bias = orch_row(bias, b, h, i) + j * bias->column;
+    return (mask->present && orch_element_load(mask->dtype, mask->data, at_mask) == 0) ||
+           (bias->present && orch_element_load(bias->dtype, bias->data, at_bias) == -INFINITY);
+}
+
 /* Whether no query of the batch element sees key j of this key head. */
 static bool key_is_dead(const orch_attention *p, const orch_attention_task *task, int64_t j)
 {
-    const orch_view *mask = &p->mask, *bias = &p->bias;
     const int64_t group = p->H / p->G;
-    const bool same_rows = mask->row == 0 && bias->row == 0; /* one row speaks for all */
-    const bool same_heads = mask->head == 0 && bias->head == 0;
+    const bool same_rows = p->mask.row == 0 && p->bias.row == 0; /* one row speaks for all */
+    const bool same_heads = p->mask.head == 0 && p->bias.head == 0;
     for (int64_t h = task->g * group; h < (task->g + 1) * group; h++) {
         for (int64_t i = 0; i < task->sequence.T; i++) {
             int64_t lo, hi;
@@ -168,11 +177,7 @@ static bool key_is_dead(const orch_attention *p, const orch_attention_task *task
             if (j < lo || j >= hi) {
                 continue;
             }
-            const int64_t at_mask = orch_row(mask, task->b, h, i) + j * mask->column;
-            const int64_t at_bias = orch_row(bias, task->b, h, i) + j * bias->column;
-            if ((!mask->present || orch_element_load(mask->dtype, mask->data, at_mask) != 0) &&
-                (!bias->present ||
-                 orch_element_load(bias->dtype, bias->data, at_bias) != -INFINITY)) {
+            if (!pair_is_hidden(p, task->b, h, i, j)) {
                 return false;
             }
             if (same_rows) {

@@ -3,6 +3,7 @@
  * runs on every instruction set that this CPU has. */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS and MAP_NORESERVE */
 #include <sys/mman.h>
+#include <time.h>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -250,6 +251,94 @@ static void host_flushes_subnormals(void)
 #endif
 }
 
+/* ---- Shapes beyond memory -------------------------------------------------------------------- */
+
+/* A tensor whose elements all lie on one: explain asks for no more, and inputs may be so. */
+static orchard_tensor repeated(void *data, int32_t rank, const int64_t *size)
+{
+    orchard_tensor tensor = orchard_tensor_dense(data, ORCHARD_F32, rank, size);
+    memset(tensor.stride, 0, sizeof tensor.stride);
+    return tensor;
+}
+
+#define REPEATED(data, ...) \
+    repeated(data, (int32_t)(sizeof((int64_t[]){__VA_ARGS__}) / 8), (int64_t[]){__VA_ARGS__})
+
+static void more_rows_than_dsinks_have_room_for(void)
+{
+    static float element[4];
+    static const struct {
+        int64_t B, H, T;
+        bool fits;
+    } cases[] = {{1, 1 << 16, INT64_C(1) << 32, true},
+                 {1, (1 << 16) + 1, INT64_C(1) << 32, false},
+                 {2, 1 << 16, INT64_C(1) << 32, false},
+                 {1, INT64_C(1) << 32, INT64_C(1) << 32, false}};
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
+        const int64_t B = cases[n].B, H = cases[n].H, T = cases[n].T;
+        /* dsinks is the one output; explain does not touch it. */
+        const orchard_attention_backward_args args = {
+            .dsinks = ORCHARD_TENSOR(element + 2, ORCHARD_F32, H),
+            .dout = REPEATED(element, B, H, T, 1),
+            .out = REPEATED(element, B, H, T, 1),
+            .lse = REPEATED(element, B, H, T),
+            .attention = {.q = REPEATED(element, B, H, T, 1),
+                          .k = REPEATED(element, B, 1, 1, 1),
+                          .v = REPEATED(element, B, 1, 1, 1),
+                          .sinks = REPEATED(element, H)}};
+        orchard_explanation explanation;
+        CHECK_INT(orchard_explain(tested, "attention_backward", &args, &explanation), ORCHARD_OK);
+        if (cases[n].fits) {
+            CHECK_STRING(explanation.backend, "cpu");
+            CHECK(explanation.scratch_bytes >= (size_t)B * (size_t)H * (size_t)T * sizeof(float));
+        } else {
+            CHECK(explanation.backend == NULL);
+            CHECK_STRING(explanation.reason[0], "more rows than the terms of dsinks have room for");
+        }
+    }
+}
+
+/* Calls that have nothing to write, of 2^32 batch elements: a visit of each would take seconds. */
+static void empty_calls_of_a_huge_batch(orchard_ctx *ctx)
+{
+    static float element[64];
+    const int64_t huge = INT64_C(1) << 32;
+    for (int kind = 0; kind < 4; kind++) { /* no queries; no keys either; no heads; key gradients */
+        const int64_t H = kind == 2 ? 0 : 1, S = kind == 1 || kind == 3 ? 0 : 3;
+        float dbias[3] = {9, 9, 9}, dsink[1] = {9};
+        const orchard_attention attention = {.q = REPEATED(element, huge, H, 0, 4),
+                                             .k = REPEATED(element, huge, H, S, 4),
+                                             .v = REPEATED(element, huge, H, S, 4),
+                                             .bias = REPEATED(element, 1, 1, 1, S),
+                                             .sinks = REPEATED(element, H)};
+        const orchard_attention_forward_args forward = {.out = REPEATED(element + 8, huge, H, 0, 4),
+                                                        .lse = REPEATED(element + 8, huge, H, 0),
+                                                        .attention = attention};
+        orchard_attention_backward_args backward = {
+            .dq = REPEATED(element + 8, huge, H, 0, 4),
+            .dbias = ORCHARD_TENSOR(dbias, ORCHARD_F32, 1, 1, 1, S),
+            .dsinks = ORCHARD_TENSOR(dsink, ORCHARD_F32, H),
+            .dout = forward.out,
+            .out = forward.out,
+            .lse = forward.lse,
+            .attention = attention};
+        if (kind == 3) {
+            backward.dk = backward.dv = REPEATED(element + 16, huge, H, S, 4);
+        }
+        orchard_explanation explanation;
+        const clock_t start = clock();
+        CHECK_INT(orchard_explain(ctx, "attention_forward", &forward, &explanation), ORCHARD_OK);
+        CHECK_INT(explanation.scratch_bytes, 0);
+        CHECK_INT(orchard_attention_forward(ctx, &forward), ORCHARD_OK);
+        CHECK_INT(orchard_attention_backward(ctx, &backward), ORCHARD_OK);
+        CHECK_NEAR((double)(clock() - start) / CLOCKS_PER_SEC, 0, 0.5);
+        for (int64_t j = 0; j < S; j++) {
+            CHECK(dbias[j] == 0);
+        }
+        CHECK(dsink[0] == (H ? 0 : 9));
+    }
+}
+
 int main(int argc, char **argv)
 {
     tested_backend = argc > 2 && strcmp(argv[1], "--backend") == 0 ? argv[2] : "cpu";
@@ -261,7 +350,14 @@ int main(int argc, char **argv)
         more_than_2_to_31_elements();
         more_than_2_to_31_pairs();
         host_flushes_subnormals();
+        if (strcmp(tested_backend, "cpu") == 0) {
+            more_rows_than_dsinks_have_room_for();
+        }
+        empty_calls_of_a_huge_batch(tested);
         orchard_ctx_free(tested);
     }
+    orchard_ctx *ref = context_make("ref", NULL, 1);
+    empty_calls_of_a_huge_batch(ref);
+    orchard_ctx_free(ref);
     return check_report("attention_memory");
 }

@@ -73,6 +73,12 @@ static void store_row(const orch_view *x, int64_t row, const double *values, dou
 
 /* ---- Scores ---------------------------------------------------------------------------------- */
 
+static double bias_of(const place *at, int64_t i, int64_t j)
+{
+    const orch_view *bias = &at->p->bias;
+    return load(bias, orch_row(bias, at->b, at->h, i) + j * bias->column);
+}
+
 static bool sees(const place *at, int64_t i, int64_t j)
 {
     const orch_attention *p = at->p;
@@ -80,7 +86,18 @@ static bool sees(const place *at, int64_t i, int64_t j)
     orch_attention_range(p, &at->sequence, i, &lo, &hi);
     return lo <= j && j < hi &&
            (!p->mask.present ||
-            load(&p->mask, orch_row(&p->mask, at->b, at->h, i) + j * p->mask.column) != 0);
+            load(&p->mask, orch_row(&p->mask, at->b, at->h, i) + j * p->mask.column) != 0) &&
+           (!p->bias.present || bias_of(at, i, j) != -INFINITY);
+}
+
+static bool sees_nothing(const place *at, int64_t i)
+{
+    int64_t lo, hi;
+    orch_attention_range(at->p, &at->sequence, i, &lo, &hi);
+    while (lo < hi && !sees(at, i, lo)) {
+        lo++;
+    }
+    return lo == hi;
 }
 
 /* The score of query i and key j, -inf where the pair is left out. *slope becomes ds / d(q_i .
@@ -88,11 +105,8 @@ static bool sees(const place *at, int64_t i, int64_t j)
 static double score(const place *at, int64_t i, int64_t j, double *slope)
 {
     const orch_attention *p = at->p;
-    const double bias =
-        p->bias.present ? load(&p->bias, orch_row(&p->bias, at->b, at->h, i) + j * p->bias.column)
-                        : 0;
     *slope = 0;
-    if (!sees(at, i, j) || bias == -INFINITY) {
+    if (!sees(at, i, j)) {
         return -INFINITY;
     }
     double s = p->scale * dot(&p->q, query_row(at, &p->q, i), &p->k, key_row(at, &p->k, j), p->D);
@@ -106,12 +120,20 @@ static double score(const place *at, int64_t i, int64_t j, double *slope)
         const double distance = fabs((double)(i + at->sequence.shift - j));
         s -= load(&p->alibi, at->b * p->alibi.batch + at->h * p->alibi.head) * distance;
     }
-    return s + bias;
+    return p->bias.present ? s + bias_of(at, i, j) : s;
 }
 
 static double sink(const place *at)
 {
     return at->p->sinks.present ? load(&at->p->sinks, at->h * at->p->sinks.head) : -INFINITY;
+}
+
+/* exp(sink - x), where only rounding makes x less than the sink: 1 then, and where both are +inf.
+ */
+static double sink_power(const place *at, double x)
+{
+    const double s = sink(at);
+    return s == -INFINITY ? 0 : s >= x ? 1 : exp(s - x);
 }
 
 /* What dropout multiplies the probability of the pair with. */
@@ -143,7 +165,7 @@ static void forward_row(const place *at, int64_t i)
         const double s = score(at, i, j, &slope);
         largest = s > largest ? s : largest;
     }
-    double denominator = sink(at) == -INFINITY ? 0 : exp(sink(at) - largest);
+    double denominator = sink_power(at, largest);
     for (int64_t j = lo; j < hi; j++) {
         const double s = score(at, i, j, &slope);
         if (s == -INFINITY) {
@@ -165,7 +187,7 @@ static orchard_status forward(const orch_call *call, void *scratch)
 {
     const orch_attention *p = call->problem;
     (void)scratch;
-    for (int64_t b = 0; b < p->B; b++) {
+    for (int64_t b = 0; b < p->B && orch_attention_has_queries(p); b++) {
         for (int64_t h = 0; h < p->H; h++) {
             const place at = place_at(p, b, h);
             for (int64_t i = 0; i < at.sequence.T; i++) {
@@ -178,13 +200,19 @@ static orchard_status forward(const orch_call *call, void *scratch)
 
 /* ---- Backward -------------------------------------------------------------------------------- */
 
-/* What reaches row i's scores through its denominator. */
+/* What reaches row i's scores through its denominator. The out of a row that sees nothing is 0, or
+ * a larger softmax's: a 0 there hides whatever dout holds. */
 static double delta(const place *at, int64_t i)
 {
     const orch_attention *p = at->p;
-    const double through_lse = p->dlse.present ? load(&p->dlse, query_row(at, &p->dlse, i)) : 0;
-    return dot(&p->dout, query_row(at, &p->dout, i), &p->out, query_row(at, &p->out, i), p->E) -
-           through_lse;
+    const int64_t row = query_row(at, &p->out, i), drow = query_row(at, &p->dout, i);
+    const bool blind = sees_nothing(at, i);
+    double sum = 0;
+    for (int64_t e = 0; e < p->E; e++) {
+        const double out = load(&p->out, row + e * p->out.column);
+        sum += blind && out == 0 ? 0 : out * load(&p->dout, drow + e * p->dout.column);
+    }
+    return p->dlse.present ? sum - load(&p->dlse, query_row(at, &p->dlse, i)) : sum;
 }
 
 typedef struct pair {
@@ -272,7 +300,7 @@ static double bias_gradient(const orch_attention *p, const int64_t index[4])
         begin[n] = p->bias_size[n] == 1 ? 0 : index[n];
         end[n] = p->bias_size[n] == 1 ? full[n] : index[n] + 1;
     }
-    for (int64_t b = begin[0]; b < end[0]; b++) {
+    for (int64_t b = begin[0]; b < end[0] && orch_attention_has_queries(p); b++) {
         for (int64_t h = begin[1]; h < end[1]; h++) {
             const place at = place_at(p, b, h);
             for (int64_t i = begin[2]; i < end[2] && i < at.sequence.T; i++) {
@@ -309,12 +337,12 @@ static void backward_bias(const orch_attention *p)
 static void backward_sink(const orch_attention *p, int64_t h)
 {
     double sum = 0;
-    for (int64_t b = 0; b < p->B; b++) {
+    for (int64_t b = 0; b < p->B && orch_attention_has_queries(p); b++) {
         const place at = place_at(p, b, h);
         for (int64_t i = 0; i < at.sequence.T; i++) {
             const double lse = load(&p->lse, query_row(&at, &p->lse, i));
             if (lse != -INFINITY && sink(&at) != -INFINITY) {
-                sum -= exp(sink(&at) - lse) * delta(&at, i);
+                sum -= sink_power(&at, lse) * delta(&at, i);
             }
         }
     }
@@ -325,14 +353,17 @@ static orchard_status backward(const orch_call *call, void *scratch)
 {
     const orch_attention *p = call->problem;
     (void)scratch;
-    for (int64_t b = 0; b < p->B; b++) {
-        for (int64_t h = 0; h < p->H && p->dq.present; h++) {
+    for (int64_t b = 0; b < p->B && p->dq.present && orch_attention_has_queries(p); b++) {
+        for (int64_t h = 0; h < p->H; h++) {
             const place at = place_at(p, b, h);
             for (int64_t i = 0; i < at.sequence.T; i++) {
                 backward_query(&at, i);
             }
         }
-        for (int64_t g = 0; g < p->G && (p->dk.present || p->dv.present); g++) {
+    }
+    const bool key_gradients = p->dk.present || p->dv.present;
+    for (int64_t b = 0; b < p->B && key_gradients && orch_attention_has_keys(p); b++) {
+        for (int64_t g = 0; g < p->G; g++) {
             for (int64_t j = 0; j < key_rows(p, b); j++) {
                 backward_key(p, b, g, j);
             }
@@ -356,5 +387,5 @@ static const char *plan(const orch_call *call, size_t *scratch_bytes)
     return NULL;
 }
 
-const orch_slot orch_attention_forward_ref = {plan, forward};
-const orch_slot orch_attention_backward_ref = {plan, backward};
+const orch_slot orch_attention_forward_ref = {.plan = plan, .run = forward};
+const orch_slot orch_attention_backward_ref = {.plan = plan, .run = backward};

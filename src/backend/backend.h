@@ -4,8 +4,9 @@
 
 #include "core/dispatch.h"
 
-enum { ORCH_BACKEND_CPU, ORCH_BACKEND_REF };
+enum { ORCH_BACKEND_METAL, ORCH_BACKEND_OPENCL, ORCH_BACKEND_CPU, ORCH_BACKEND_REF };
 
+extern const orch_backend orch_backend_metal, orch_backend_opencl;
 extern const orch_backend orch_backend_cpu, orch_backend_ref;
 
 #endif

@@ -1,13 +1,14 @@
 /* Contexts: options from code, else from the environment, else defaults; and scratch memory. */
 #include "core/context.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "core/memory_counts.h"
 #include "core/status.h"
 #include "core/threads.h"
+#include "core/watch.h"
 
 #define SCRATCH_ALIGN 64
 
@@ -34,6 +35,16 @@ static bool environment_flag(const char *name)
     return value && strcmp(value, "0") != 0;
 }
 
+/* A number of plain digits, no sign and no space; -1 for anything else and for more than `most`. */
+static long environment_number(const char *text, long most)
+{
+    long value = 0;
+    for (; *text >= '0' && *text <= '9' && value <= most; text++) {
+        value = 10 * value + (*text - '0');
+    }
+    return *text || value > most ? -1 : value;
+}
+
 static orchard_status settle_threads(orchard_ctx *ctx, const orchard_ctx_opts *opts)
 {
     const char *value = environment("ORCHARD_THREADS");
@@ -43,10 +54,8 @@ static orchard_status settle_threads(orchard_ctx *ctx, const orchard_ctx_opts *o
                          threads, ORCH_MAX_THREADS);
     }
     if (!threads && value) {
-        char *end;
-        errno = 0;
-        threads = strtol(value, &end, 10);
-        if (errno || *end || threads < 1 || threads > ORCH_MAX_THREADS) {
+        threads = environment_number(value, ORCH_MAX_THREADS);
+        if (threads < 1) {
             return orch_fail(ORCHARD_ERROR_ARGUMENT,
                              "ctx_create: ORCHARD_THREADS is \"%s\", must be 1 ... "
                              "%d",
@@ -92,6 +101,7 @@ static orchard_status settle_backends(orchard_ctx *ctx, const orchard_ctx_opts *
         }
         return ORCHARD_OK;
     }
+    ctx->backends_named = true;
     for (const char *at = list;;) {
         size_t length = strcspn(at, ",");
         const orch_backend *found = NULL;
@@ -125,7 +135,9 @@ static orchard_status settle_backends(orchard_ctx *ctx, const orchard_ctx_opts *
 orchard_status orchard_ctx_create_version(orchard_ctx **out, const orchard_ctx_opts *opts,
                                           int32_t header_version)
 {
-    static const orchard_ctx_opts defaults;
+    static const orch_layout layouts[] = {{1, offsetof(orchard_ctx_opts, metal_device)},
+                                          {200, sizeof(orchard_ctx_opts)}};
+    orchard_ctx_opts full = {0};
     if (!out) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: ctx is NULL");
     }
@@ -137,7 +149,10 @@ orchard_status orchard_ctx_create_version(orchard_ctx **out, const orchard_ctx_o
                          (int)header_version / 10000, (int)header_version / 100 % 100,
                          (int)header_version % 100, orchard_version());
     }
-    opts = opts ? opts : &defaults;
+    if (opts) {
+        orch_args_import(&(orchard_ctx){.header_version = header_version}, &full, opts, layouts, 2);
+    }
+    opts = &full;
     if (opts->strict < -1 || opts->strict > 1) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: strict is %d, must be -1, 0 or 1",
                          (int)opts->strict);
@@ -149,12 +164,18 @@ orchard_status orchard_ctx_create_version(orchard_ctx **out, const orchard_ctx_o
         .alloc = opts->alloc ? opts->alloc : libc_alloc,
         .alloc_user = opts->alloc_user,
         .parallel_for = opts->parallel_for,
+        .device_request = {.metal_device = opts->metal_device,
+                           .metal_queue = opts->metal_queue,
+                           .opencl_context = opts->opencl_context,
+                           .opencl_queue = opts->opencl_queue},
     };
     ORCH_TRY(settle_threads(&settled, opts));
     ORCH_TRY(settle_isa(&settled, opts));
     ORCH_TRY(settle_backends(&settled, opts));
+    ORCH_TRY(orch_watch_open(&settled, &settled.watch));
     orchard_ctx *ctx = settled.alloc(settled.alloc_user, NULL, 0, sizeof *ctx);
     if (!ctx) {
+        orch_watch_close(&settled, settled.watch);
         return orch_fail(ORCHARD_ERROR_MEMORY, "ctx_create: no memory for %zu bytes", sizeof *ctx);
     }
     *ctx = settled;
@@ -162,11 +183,102 @@ orchard_status orchard_ctx_create_version(orchard_ctx **out, const orchard_ctx_o
     return ORCHARD_OK;
 }
 
+orch_device *orch_ctx_device(orchard_ctx *ctx, orch_device_kind kind)
+{
+    if (!ctx->device_asked[kind]) {
+        ctx->device_asked[kind] = true;
+        ctx->device[kind] = orch_device_open(kind, &ctx->device_request);
+    }
+    return ctx->device[kind];
+}
+
+orchard_status orchard_ctx_device(orchard_ctx *ctx, const char *backend, orchard_device_info *info)
+{
+    const orch_backend *found = NULL;
+    if (!ctx || !backend || !info) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_device: %s is NULL",
+                         !ctx       ? "ctx"
+                         : !backend ? "backend"
+                                    : "info");
+    }
+    for (int32_t i = 0; orch_backends[i] && !found; i++) {
+        const bool fits =
+            orch_backends[i]->on_device && strcmp(orch_backends[i]->name, backend) == 0;
+        found = fits ? orch_backends[i] : NULL;
+    }
+    if (!found) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                         "ctx_device: backend is \"%.64s\", which runs on no device", backend);
+    }
+    const orch_device *device = orch_ctx_device(ctx, found->device_kind);
+    if (!device) { /* asked once more for the sentence, which is remembered */
+        orch_device *late = orch_device_open(found->device_kind, &ctx->device_request);
+        orch_device_close(late);
+        return ORCHARD_ERROR_DEVICE;
+    }
+    const orch_device_caps *caps = &device->caps;
+    *info = (orchard_device_info){.is_cpu = caps->is_cpu,
+                                  .group_threads = caps->group_threads,
+                                  .simd_width = caps->simd_width,
+                                  .matrix = caps->matrix,
+                                  .local_bytes = caps->local_bytes,
+                                  .buffer_bytes = caps->buffer_bytes,
+                                  .memory_bytes = caps->memory_bytes,
+                                  .wrap_alignment = caps->wrap_alignment};
+    memcpy(info->name, caps->name, sizeof info->name);
+    memcpy(info->driver, caps->driver, sizeof info->driver);
+    return ORCHARD_OK;
+}
+
+orch_device *orch_ctx_any_device(orchard_ctx *ctx)
+{
+    orch_device *found = NULL;
+    for (int32_t i = 0; i < ctx->backend_count && !found; i++) {
+        if (ctx->backends[i]->on_device) {
+            found = orch_ctx_device(ctx, ctx->backends[i]->device_kind);
+            found = found && found->caps.is_cpu && !ctx->backends_named ? NULL : found;
+        }
+    }
+    return found;
+}
+
+orchard_status orchard_ctx_sync(orchard_ctx *ctx)
+{
+    if (!ctx) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_sync: ctx is NULL");
+    }
+    for (int kind = 0; kind < ORCH_DEVICE_KINDS; kind++) {
+        if (ctx->device[kind]) {
+            ORCH_TRY(ctx->device[kind]->class->wait(ctx->device[kind], NULL));
+        }
+    }
+    return ORCHARD_OK;
+}
+
+static void close_device(orchard_ctx *ctx, int kind)
+{
+    orch_device *device = ctx->device[kind];
+    (void)device->class->wait(device, NULL);
+    for (int i = 0; i < ORCH_GPU_MAX_SCRATCH; i++) {
+        if (ctx->device_scratch[kind][i].handle) {
+            device->class->release(device, &ctx->device_scratch[kind][i]);
+        }
+    }
+    orch_device_close(device);
+}
+
 void orchard_ctx_free(orchard_ctx *ctx)
 {
     if (!ctx) {
         return;
     }
+    orch_memory_log_live();
+    for (int kind = 0; kind < ORCH_DEVICE_KINDS; kind++) {
+        if (ctx->device[kind]) {
+            close_device(ctx, kind);
+        }
+    }
+    orch_watch_close(ctx, ctx->watch);
     if (ctx->scratch) {
         ctx->alloc(ctx->alloc_user, ctx->scratch, ctx->scratch_bytes, 0);
     }

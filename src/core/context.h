@@ -21,20 +21,32 @@ struct orchard_ctx {
     void
         *scratch; /* kept between calls and only ever grown, so that varying lengths do not churn */
     size_t scratch_bytes;
+
+    bool backends_named; /* by the caller or the environment: a CPU may play the GPU then */
+    orch_device_request device_request;
+    orch_device *device[ORCH_DEVICE_KINDS];
+    bool device_asked[ORCH_DEVICE_KINDS];
+    orch_memory device_scratch[ORCH_DEVICE_KINDS][ORCH_GPU_MAX_SCRATCH]; /* only ever grown */
+    struct orch_watch *watch; /* audits, records, routes; NULL: the environment asks for none */
+
+    /* Of the last call, for logs: who ran it (NULL: nobody), and why the first choice did not
+     * (NULL: it did). */
+    const orch_backend *ran;
+    const char *fell_back;
 };
 
 /* At least `bytes` of scratch, aligned to 64, or NULL when the allocator has none; the old block is
  * gone then. Contents are undefined. */
 void *orch_scratch(orchard_ctx *ctx, size_t bytes);
 
-/* Copies an args struct that may come from an older, shorter header into a full one whose missing
- * fields are zero. `layouts` lists, oldest first, from which header version on the struct had which
- * size. */
-typedef struct orch_layout {
-    int32_t since_version;
-    size_t size;
-} orch_layout;
+/* The context's device of that kind, opened when it is first asked for; NULL: there is none. */
+orch_device *orch_ctx_device(orchard_ctx *ctx, orch_device_kind kind);
 
+/* The first of the devices that the context's backends run on; NULL: they all run on the host. */
+orch_device *orch_ctx_any_device(orchard_ctx *ctx);
+
+/* Copies an args struct that may come from an older, shorter header into a full one whose missing
+ * fields are zero. */
 void orch_args_import(const orchard_ctx *ctx, void *full, const void *args,
                       const orch_layout *layouts, int32_t layout_count);
 

@@ -1,117 +1,399 @@
 /* For each allowed backend in order: plan, find scratch, run; record what happened; go on to the
  * next one when it said no. Explain asks the same plans and stops there, so it cannot tell another
- * story. */
+ * story. What the environment asked for beside (core/watch.h) comes last: an audit, a record. */
 #include "core/dispatch.h"
 
+#include <orchard/record.h>
+#include <orchard/tune.h>
+
+#include <inttypes.h>
 #include <stdalign.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "core/context.h"
 #include "core/report.h"
+#include "core/watch.h"
 
 static const char not_implemented[] = "not implemented on this backend";
 static const char no_scratch[] = "no memory for scratch";
+static const char no_device_memory[] = "the device has no memory left";
+static const char not_compiled[] = "the device's compiler refused a kernel";
+static const char not_started[] = "the device could not start the work";
+static const char not_fetched[] = "an operand could not be copied to the host";
+static const char was_lost[] = "the device was lost";
 
-static const char *ask(const orch_backend *backend, const orch_call *call, size_t *scratch_bytes)
+/* A call on its way: its own copy of the args, and what was found out about them. */
+typedef struct journey {
+    alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE];
+    alignas(max_align_t) unsigned char problem[ORCH_MAX_PROBLEM_SIZE];
+    orch_operand operands[ORCH_MAX_OPERANDS];
+    orch_copies copies;
+    orch_call call;
+    bool on_host; /* all operands can be read by the CPU */
+
+    orch_watch *watch;                /* NULL: nobody asked for anything beside the call */
+    const orch_backend *const *order; /* the context's backends as they are asked */
+    const orch_backend *routed[ORCHARD_MAX_BACKENDS]; /* where a tune file says in which order */
+    bool wanted;                   /* a record of the call, for what happened to it */
+    char story[ORCH_RECORD_STORY]; /* what happened, in lines; only with a watch */
+} journey;
+
+static const char *ask(const orch_call *call, size_t *scratch_bytes)
 {
-    const orch_slot *slot = backend->slots[call->op];
+    const orch_slot *slot = call->backend->slots[call->op];
     *scratch_bytes = 0;
     return slot ? slot->plan(call, scratch_bytes) : not_implemented;
 }
 
-static void debug_line(const orchard_ctx *ctx, orch_op op, const orch_backend *backend,
-                       const char *what)
+static void debug_line(const orch_call *call, const char *what)
 {
+    const orchard_ctx *ctx = call->ctx;
     if (ctx->debug) {
-        fprintf(stderr, "orchard: %s on %s%s%s: %s\n", orch_op_entries[op].name, backend->name,
-                backend->uses_isa ? " " : "", backend->uses_isa ? orch_isa_names[ctx->isa] : "",
-                what);
+        fprintf(stderr, "orchard: %s on %s%s%s: %s\n", orch_op_entries[call->op].name,
+                call->backend->name, call->backend->uses_isa ? " " : "",
+                call->backend->uses_isa ? orch_isa_names[ctx->isa] : "", what);
     }
 }
 
-/* One backend's try. *reason is set, and ORCHARD_OK returned, when the next one may have the call.
- */
-static orchard_status attempt(const orch_backend *backend, const orch_call *call,
-                              const char **reason)
+/* ---- Before any backend ---------------------------------------------------------------------- */
+
+static orchard_status check(journey *j)
 {
-    size_t scratch_bytes;
-    *reason = ask(backend, call, &scratch_bytes);
-    if (*reason) {
+    const orch_op_entry *entry = &orch_op_entries[j->call.op];
+    return entry->check(j->call.ctx, j->args, j->problem);
+}
+
+/* Copies and checks the args; j->copies is to be freed whatever happens. */
+static orchard_status start(journey *j, orchard_ctx *ctx, orch_op op, const void *args)
+{
+    const orch_op_entry *entry = &orch_op_entries[op];
+    j->copies = (orch_copies){.ctx = ctx};
+    j->on_host = false;
+    orch_args_import(ctx, j->args, args, entry->layouts, entry->layout_count);
+    memset(j->operands, 0, sizeof j->operands);
+    const int32_t count = entry->operands(j->args, j->operands);
+    j->call = (orch_call){.ctx = ctx,
+                          .op = op,
+                          .problem = j->problem,
+                          .operands = j->operands,
+                          .operand_count = count};
+    j->order = ctx->backends;
+    j->wanted = false;
+    j->watch = ctx->watch;
+    ORCH_TRY(orch_operands_locate(entry->name, j->operands, count, &j->copies));
+    ORCH_TRY(check(j));
+    ORCH_TRY(orch_operands_check(entry->name, j->operands, count));
+    if (j->watch) {
+        j->story[0] = 0;
+        if (j->watch->route && orch_route_order(j->watch->route, &j->call, j->routed)) {
+            j->order = j->routed;
+        }
+    }
+    return ORCHARD_OK;
+}
+
+/* One line more for the record; what does not fit is left out. */
+__attribute__((format(printf, 2, 3))) static void tell(journey *j, const char *format, ...)
+{
+    const size_t length = strlen(j->story), room = sizeof j->story - length;
+    va_list arguments;
+    va_start(arguments, format);
+    const int written = vsnprintf(j->story + length, room, format, arguments);
+    va_end(arguments);
+    if (written < 0 || (size_t)written + 1 >= room) {
+        j->story[length] = 0;
+    } else {
+        memcpy(j->story + length + written, "\n", 2);
+    }
+}
+
+/* Everything to where the CPU sees it; devices are waited for. */
+static orchard_status fetch(journey *j)
+{
+    bool moved;
+    if (j->on_host) {
         return ORCHARD_OK;
+    }
+    ORCH_TRY(orch_operands_fetch(orch_op_entries[j->call.op].name, j->operands,
+                                 j->call.operand_count, &j->copies, &moved));
+    if (moved) {
+        ORCH_TRY(check(j));
+    }
+    j->on_host = true;
+    return ORCHARD_OK;
+}
+
+/* ---- One backend's try ----------------------------------------------------------------------- */
+
+/* Runs on the host, with what lies in private memory copied there and back. */
+static orchard_status run_on_host(journey *j, void *scratch, const char **reason)
+{
+    const orch_call *call = &j->call;
+    const orchard_status fetched = fetch(j);
+    if (fetched) {
+        *reason = not_fetched;
+        return fetched;
+    }
+    const uint64_t mode = orch_float_mode_enter();
+    orchard_status status = call->backend->slots[call->op]->run(call, scratch);
+    orch_float_mode_leave(mode);
+    return status ? status : orch_operands_store(call->operands, call->operand_count, &j->copies);
+}
+
+/* A device that failed and is not lost has written nothing. */
+static orchard_status run_on_device(journey *j, const char **reason)
+{
+    const orch_call *call = &j->call;
+    const orchard_status status = call->backend->slots[call->op]->run(call, NULL);
+    const orch_device *device = call->ctx->device[call->backend->device_kind];
+    if (status && !(device && device->lost)) {
+        *reason = status == ORCHARD_ERROR_MEMORY    ? no_device_memory
+                  : status == ORCHARD_ERROR_COMPILE ? not_compiled
+                                                    : not_started;
+    }
+    if (status && j->watch) {
+        j->wanted = true;
+        tell(j, "%s failed%s: %s", call->backend->name, *reason ? "" : " after commit",
+             orchard_last_error());
+    }
+    return status;
+}
+
+/* *reason is set when the next backend may have the call; the status says what went wrong. */
+static orchard_status attempt(journey *j, const char **reason)
+{
+    const orch_call *call = &j->call;
+    size_t scratch_bytes;
+    *reason = ask(call, &scratch_bytes);
+    if (*reason) {
+        return orch_fail(ORCHARD_ERROR_UNSUPPORTED, "%s", *reason);
+    }
+    if (call->backend->on_device) {
+        return run_on_device(j, reason);
     }
     void *scratch = scratch_bytes ? orch_scratch(call->ctx, scratch_bytes) : NULL;
     if (scratch_bytes && !scratch) {
         *reason = no_scratch;
+        return orch_fail(ORCHARD_ERROR_MEMORY, "%zu bytes of scratch", scratch_bytes);
+    }
+    return run_on_host(j, scratch, reason);
+}
+
+static orchard_status no_backend(const orch_call *call, const char *reason, orchard_status status)
+{
+    char why[256];
+    snprintf(why, sizeof why, "%s", orchard_last_error());
+    const bool more = strcmp(why, reason) != 0;
+    return orch_fail(
+        status, "%s: %s did not take the call (%s%s%s)%s", orch_op_entries[call->op].name,
+        call->backend->name, reason, more ? ": " : "", more ? why : "",
+        call->ctx->strict ? " and strict forbids a fallback" : " and no other backend is left");
+}
+
+/* ---- The call -------------------------------------------------------------------------------- */
+
+/* A device that was lost fails everything that its context is asked for. */
+static orchard_status check_devices(const orchard_ctx *ctx, orch_op op, bool counted)
+{
+    for (int32_t i = 0; i < ctx->backend_count; i++) {
+        const orch_backend *backend = ctx->backends[i];
+        const orch_device *device = backend->on_device ? ctx->device[backend->device_kind] : NULL;
+        if (device && device->lost) {
+            if (counted) {
+                orch_report_count(op, backend->index, was_lost);
+            }
+            return orch_fail(ORCHARD_ERROR_DEVICE, "%s: the %s device was lost: %s",
+                             orch_op_entries[op].name, backend->name, device->lost_why);
+        }
+    }
+    return ORCHARD_OK;
+}
+
+/* Those that a tune file put behind the one that takes the call, though the context prefers them:
+ * place n of them; NULL past the last. */
+static const orch_backend *passed_over(const journey *j, int32_t taker, int32_t n)
+{
+    const orchard_ctx *ctx = j->call.ctx;
+    for (int32_t i = 0; i < ctx->backend_count && ctx->backends[i] != j->order[taker]; i++) {
+        bool asked = false;
+        for (int32_t k = 0; k < taker; k++) {
+            asked = asked || j->order[k] == ctx->backends[i];
+        }
+        if (!asked && n-- == 0) {
+            return ctx->backends[i];
+        }
+    }
+    return NULL;
+}
+
+static void count_route(const journey *j, int32_t taker)
+{
+    const orch_backend *backend;
+    orch_route_count(j->watch->route);
+    for (int32_t n = 0; (backend = passed_over(j, taker, n)); n++) {
+        orch_report_count(j->call.op, backend->index, orch_route_reason(j->order[taker]));
+    }
+}
+
+static orchard_status run(journey *j)
+{
+    orchard_ctx *ctx = j->call.ctx;
+    for (int32_t i = 0; i < ctx->backend_count; i++) {
+        const char *reason;
+        j->call.backend = j->order[i];
+        const orchard_status status = attempt(j, &reason);
+        ctx->ran = reason ? NULL : j->call.backend;
+        ctx->fell_back = ctx->fell_back ? ctx->fell_back : reason;
+        const char *told = reason ? reason : status ? was_lost : NULL;
+        orch_report_count(j->call.op, j->call.backend->index, told);
+        debug_line(&j->call, told ? told : "ran");
+        if (!reason) {
+            if (j->order == j->routed) {
+                count_route(j, i);
+            }
+            return status;
+        }
+        if (ctx->strict || i + 1 == ctx->backend_count) {
+            return no_backend(&j->call, reason, status);
+        }
+    }
+    return orch_fail(ORCHARD_ERROR_INTERNAL, "%s: the context has no backend",
+                     orch_op_entries[j->call.op].name);
+}
+
+/* ---- Audit and record ------------------------------------------------------------------------ */
+
+static orchard_status deviation(journey *j, const orch_audit_output *worst)
+{
+    const int64_t *at = worst->index;
+    return orch_fail(ORCHARD_ERROR_INTERNAL,
+                     "%s: audit: %s at batch %" PRId64 ", head %" PRId64 ", row %" PRId64
+                     ", column %" PRId64 " is %g on %s, ref says %g, the bound is %g",
+                     orch_op_entries[j->call.op].name, worst->operand, at[0], at[1], at[2], at[3],
+                     worst->value, j->call.backend->name, worst->expected, worst->bound);
+}
+
+/* A call that ran is judged by its outputs; one whose operands cannot be read is not. */
+static orchard_status audit(journey *j)
+{
+    const orch_audit_fn look = orch_op_entries[j->call.op].audit;
+    orch_audit_report report = {0};
+    if (!look || fetch(j)) {
         return ORCHARD_OK;
     }
-    uint64_t mode = orch_float_mode_enter();
-    orchard_status status = backend->slots[call->op]->run(call, scratch);
+    if (orch_audit_tamper) {
+        orch_audit_tamper(&j->call);
+    }
+    const uint64_t mode = orch_float_mode_enter();
+    look(&j->call, j->watch->calls, orch_audit_rows, &report);
     orch_float_mode_leave(mode);
+    const orch_audit_output *worst = orch_audit_worst(&report);
+    orch_report_count(j->call.op, j->call.backend->index,
+                      worst ? orch_audit_deviates : orch_audit_agrees);
+    if (!worst) {
+        return ORCHARD_OK;
+    }
+    const orchard_status status = deviation(j, worst);
+    debug_line(&j->call, orchard_last_error());
+    tell(j, "%s", orchard_last_error());
+    j->wanted = true;
+    return j->call.ctx->strict ? status : ORCHARD_OK;
+}
+
+static void tell_all(journey *j)
+{
+    const orchard_ctx *ctx = j->call.ctx;
+    orchard_report_line lines[32];
+    tell(j, "orchard %s, %s, %" PRId32 " threads", orchard_version(), orch_isa_names[ctx->isa],
+         ctx->threads);
+    for (int kind = 0; kind < ORCH_DEVICE_KINDS; kind++) {
+        if (ctx->device[kind]) {
+            tell(j, "%s device: %s, %s%s%s", ctx->device[kind]->class->name,
+                 ctx->device[kind]->caps.name, ctx->device[kind]->caps.driver,
+                 ctx->device[kind]->lost ? ", lost: " : "", ctx->device[kind]->lost_why);
+        }
+    }
+    const int64_t count = orchard_report(lines, 32);
+    for (int64_t i = 0; i < count && i < 32; i++) {
+        tell(j, "report: %s on %s: %s: %" PRIu64, lines[i].op, lines[i].backend,
+             lines[i].reason ? lines[i].reason : "ran", lines[i].count);
+    }
+}
+
+/* Whether it worked is a debug line: a record that cannot be written must not fail the call. */
+static orchard_status record(journey *j, const char *path)
+{
+    orchard_status status = fetch(j);
+    if (!status) {
+        tell_all(j);
+        status = orch_record_write(j->call.ctx, path,
+                                   &(orch_recording){.op = j->call.op,
+                                                     .args = j->args,
+                                                     .operands = j->operands,
+                                                     .operand_count = j->call.operand_count,
+                                                     .story = j->story});
+    }
     return status;
 }
 
-static orchard_status no_backend(const orch_call *call, const orch_backend *backend,
-                                 const char *reason)
+/* What the watch asks for; the call's own sentence survives it. */
+static orchard_status look_after(journey *j, orchard_status status)
 {
-    return orch_fail(reason == no_scratch ? ORCHARD_ERROR_MEMORY : ORCHARD_ERROR_UNSUPPORTED,
-                     "%s: %s did "
-                     "not take the call (%s)%s",
-                     orch_op_entries[call->op].name, backend->name, reason,
-                     call->ctx->strict ? " and strict forbids a fallback"
-                                       : " and no other backend is left");
+    char sentence[512], path[640], told[680];
+    if (!status && orch_watch_audits(j->watch)) {
+        status = audit(j);
+    }
+    if (j->watch->record && (j->wanted || j->watch->record_all) &&
+        orch_watch_record_path(j->watch, path, sizeof path)) {
+        snprintf(sentence, sizeof sentence, "%s", orchard_last_error());
+        snprintf(told, sizeof told, "recorded in %s", path);
+        debug_line(&j->call, record(j, path) ? orchard_last_error() : told);
+        if (status) {
+            return orch_fail(status, "%s", sentence);
+        }
+    }
+    return status;
 }
 
 orchard_status orch_dispatch(orchard_ctx *ctx, orch_op op, const void *args)
 {
-    alignas(max_align_t) unsigned char problem[ORCH_MAX_PROBLEM_SIZE];
+    journey j;
     const char *name = orch_op_entries[op].name;
     if (!ctx || !args) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s is NULL", name, ctx ? "args" : "ctx");
     }
-    ORCH_TRY(orch_op_entries[op].check(ctx, args, problem));
-    const orch_call call = {.ctx = ctx, .op = op, .problem = problem};
-    for (int32_t i = 0; i < ctx->backend_count; i++) {
-        const orch_backend *backend = ctx->backends[i];
-        const char *reason;
-        orchard_status status = attempt(backend, &call, &reason);
-        orch_report_count(op, backend->index, reason);
-        debug_line(ctx, op, backend, reason ? reason : "ran");
-        if (!reason) {
-            return status;
-        }
-        if (ctx->strict || i + 1 == ctx->backend_count) {
-            return no_backend(&call, backend, reason);
-        }
+    ctx->ran = NULL, ctx->fell_back = NULL;
+    ORCH_TRY(check_devices(ctx, op, true));
+    orchard_status status = start(&j, ctx, op, args);
+    if (!status) {
+        status = run(&j);
+        status = j.watch ? look_after(&j, status) : status;
     }
-    return orch_fail(ORCHARD_ERROR_INTERNAL, "%s: the context has no backend", name);
+    orch_copies_free(&j.copies);
+    return status;
 }
 
-orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *args,
-                               orchard_explanation *explanation)
+/* ---- Explain, and other questions about a call ----------------------------------------------- */
+
+static void explain_route(const journey *j, int32_t taker, orchard_explanation *explanation)
 {
-    alignas(max_align_t) unsigned char problem[ORCH_MAX_PROBLEM_SIZE];
-    if (!ctx || !op || !args || !explanation) {
-        return orch_fail(ORCHARD_ERROR_ARGUMENT, "explain: %s is NULL",
-                         !ctx    ? "ctx"
-                         : !op   ? "op"
-                         : !args ? "args"
-                                 : "explanation");
+    const orch_backend *backend;
+    for (int32_t n = 0; j->order == j->routed && (backend = passed_over(j, taker, n)); n++) {
+        explanation->name[explanation->asked] = backend->name;
+        explanation->reason[explanation->asked++] = orch_route_reason(j->order[taker]);
     }
-    int found = 0;
-    while (found < ORCH_OP_COUNT && strcmp(op, orch_op_entries[found].name) != 0) {
-        found++;
-    }
-    if (found == ORCH_OP_COUNT) {
-        return orch_fail(ORCHARD_ERROR_ARGUMENT, "explain: there is no operation \"%.64s\"", op);
-    }
-    ORCH_TRY(orch_op_entries[found].check(ctx, args, problem));
-    const orch_call call = {.ctx = ctx, .op = (orch_op)found, .problem = problem};
+}
+
+static void explain(journey *j, orchard_explanation *explanation)
+{
+    const orchard_ctx *ctx = j->call.ctx;
     memset(explanation, 0, sizeof *explanation);
     for (int32_t i = 0; i < ctx->backend_count; i++) {
-        const orch_backend *backend = ctx->backends[i];
+        const orch_backend *backend = j->call.backend = j->order[i];
         size_t scratch_bytes;
-        const char *reason = ask(backend, &call, &scratch_bytes);
+        const char *reason = ask(&j->call, &scratch_bytes);
         explanation->name[i] = backend->name;
         explanation->reason[i] = reason;
         explanation->asked = i + 1;
@@ -119,12 +401,91 @@ orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *arg
             explanation->backend = backend->name;
             explanation->cpu = backend->uses_isa ? orch_isa_names[ctx->isa] : NULL;
             explanation->scratch_bytes = scratch_bytes;
+            explain_route(j, i, explanation);
         }
         if (!reason || ctx->strict) {
             break;
         }
     }
-    return ORCHARD_OK;
+}
+
+static orchard_status find_op(const char *call, const char *name, orch_op *op)
+{
+    int found = 0;
+    while (found < ORCH_OP_COUNT && strcmp(name, orch_op_entries[found].name) != 0) {
+        found++;
+    }
+    *op = (orch_op)found;
+    return found < ORCH_OP_COUNT ? ORCHARD_OK
+                                 : orch_fail(ORCHARD_ERROR_ARGUMENT,
+                                             "%s: there is no operation \"%.64s\"", call, name);
+}
+
+orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *args,
+                               orchard_explanation *explanation)
+{
+    journey j;
+    if (!ctx || !op || !args || !explanation) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "explain: %s is NULL",
+                         !ctx    ? "ctx"
+                         : !op   ? "op"
+                         : !args ? "args"
+                                 : "explanation");
+    }
+    orch_op found;
+    ORCH_TRY(find_op("explain", op, &found));
+    ORCH_TRY(check_devices(ctx, found, false));
+    const orchard_status status = start(&j, ctx, found, args);
+    if (status == ORCHARD_OK) {
+        explain(&j, explanation);
+    }
+    orch_copies_free(&j.copies);
+    return status;
+}
+
+orchard_status orchard_tune_class(orchard_ctx *ctx, const char *op, const void *args, char *text,
+                                  size_t bytes)
+{
+    journey j;
+    orch_op found;
+    char class[ORCH_ROUTE_CLASS];
+    if (!ctx || !op || !args || !text) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "tune_class: %s is NULL",
+                         !ctx    ? "ctx"
+                         : !op   ? "op"
+                         : !args ? "args"
+                                 : "text");
+    }
+    ORCH_TRY(find_op("tune_class", op, &found));
+    const orchard_status status = start(&j, ctx, found, args);
+    if (!status) {
+        orch_route_class(found, j.problem, class);
+        snprintf(text, bytes, "%s", class);
+    }
+    orch_copies_free(&j.copies);
+    return status;
+}
+
+orchard_status orchard_record_write(orchard_ctx *ctx, const char *path, const char *op,
+                                    const void *args)
+{
+    journey j;
+    orch_op found;
+    if (!ctx || !path || !op || !args) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "record_write: %s is NULL",
+                         !ctx    ? "ctx"
+                         : !path ? "path"
+                         : !op   ? "op"
+                                 : "args");
+    }
+    ORCH_TRY(find_op("record_write", op, &found));
+    orchard_status status = start(&j, ctx, found, args);
+    if (!status) {
+        snprintf(j.story, sizeof j.story, "written by the program\n");
+        status = record(&j, path);
+    }
+    orch_copies_free(&j.copies);
+    return status;
 }
 
 const char *orchard_backend_name(int32_t i)

@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "core/dispatch.h"
+#include "core/route.h"
 
 #define REASONS 8
 
@@ -68,6 +69,10 @@ int64_t orchard_report(orchard_report_line *lines, int64_t capacity)
                 add_line(lines, capacity, &count, line);
             }
         }
+    }
+    orchard_report_line tuned;
+    for (int32_t i = 0; orch_route_report(i, &tuned); i++) {
+        add_line(lines, capacity, &count, tuned);
     }
     return count;
 }

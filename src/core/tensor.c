@@ -74,9 +74,7 @@ static bool is_empty(const orchard_tensor *tensor)
     return false;
 }
 
-/* Bytes from the first element's first byte to the last element's last; sizes and strides were
- * checked. */
-static uint64_t extent(const orchard_tensor *tensor)
+uint64_t orch_tensor_extent(const orchard_tensor *tensor)
 {
     if (is_empty(tensor)) {
         return 0;
@@ -97,12 +95,6 @@ orchard_status orch_tensor_check(const char *op, const char *name, const orchard
     if (tensor->rank < 0 || tensor->rank > ORCHARD_MAX_RANK) {
         return orch_fail(ORCHARD_ERROR_SHAPE, "%s: %s has rank %d, the limit is %d", op, name,
                          (int)tensor->rank, ORCHARD_MAX_RANK);
-    }
-    if (tensor->buffer || tensor->offset) {
-        return orch_fail(ORCHARD_ERROR_UNSUPPORTED,
-                         "%s: %s lies in a buffer; this build has no device "
-                         "that makes one",
-                         op, name);
     }
     uint64_t span = 0;
     const uint64_t limit = (uint64_t)INT64_MAX / orchard_dtype_size(tensor->dtype);
@@ -218,7 +210,7 @@ orchard_status orch_tensor_check_apart(const char *op, const char *out_name,
                                        const orchard_tensor *other)
 {
     const uint64_t a = (uint64_t)(uintptr_t)out->data, b = (uint64_t)(uintptr_t)other->data;
-    const uint64_t bytes_a = extent(out), bytes_b = extent(other);
+    const uint64_t bytes_a = orch_tensor_extent(out), bytes_b = orch_tensor_extent(other);
     if (!bytes_a || !bytes_b || a + bytes_a <= b || b + bytes_b <= a ||
         interleaved_apart(out, other)) {
         return ORCHARD_OK;

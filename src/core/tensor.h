@@ -9,6 +9,10 @@
 /* An all-zero tensor is an absent operand. */
 bool orch_tensor_present(const orchard_tensor *tensor);
 
+/* Bytes from the first element's first byte to the last element's last; 0 for an empty tensor.
+ * Sizes and strides must have been checked. */
+uint64_t orch_tensor_extent(const orchard_tensor *tensor);
+
 /* Refuses what no operation can use: a bad rank or dtype, negative sizes or strides, offsets that
  * leave 63 bits, a NULL or misaligned pointer. `op` and `name` go into the sentence. */
 orchard_status orch_tensor_check(const char *op, const char *name, const orchard_tensor *tensor);

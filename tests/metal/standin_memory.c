@@ -143,6 +143,9 @@ NSUInteger standin_buffer_length(id self, SEL command)
 NSUInteger standin_buffer_storage(id self, SEL command)
 {
     const struct buffer *b = standin_expect(self, CLASS_MTLBuffer, standin_selector(command));
+    if (standin_setting("MANAGED", 0)) {
+        return ORCH_MTL_MODE_MANAGED;
+    }
     return b->private_storage ? ORCH_MTL_MODE_PRIVATE : ORCH_MTL_MODE_SHARED;
 }
 

@@ -1,0 +1,450 @@
+/* What sees nothing, what is seen by nobody, and sinks that take everything: what stands there must
+ * not spread. Each function runs on ref and on every instruction set that this CPU has. */
+#include "attention/attention_running.h"
+
+static orchard_ctx *tested;
+
+/* ---- Rows that see nothing ------------------------------------------------------------------- */
+
+enum { BY_MASK, BY_BIAS, BY_CAUSAL, BY_LENGTH, BY_WINDOW, WAYS };
+
+static bool is_blind(const attention_case *c, int way, int64_t b, int64_t i)
+{
+    switch (way) {
+    case BY_CAUSAL:
+        return i < c->T - c->S;
+    case BY_LENGTH:
+        return b == 1;
+    case BY_WINDOW:
+        return i >= c->S + c->window_left;
+    default:
+        return i % 3 == 1;
+    }
+}
+
+static attention_case blind_case(int way, orchard_dtype dtype, int sinks, const char *bias)
+{
+    attention_case c = {.name = "rows that see nothing",
+                        CASE_SHAPE(2, 4, 2, 24, way == BY_MASK || way == BY_BIAS ? 21 : 13, 8, 8),
+                        .dtype = dtype,
+                        .sinks = sinks,
+                        .sinks_dtype = dtype == ORCHARD_BF16 ? ORCHARD_F32 : dtype,
+                        .dlse = 1,
+                        .bias = bias,
+                        .gradients = GRAD_QKV | GRAD_BIAS | (sinks ? GRAD_SINKS : 0)};
+    switch (way) {
+    case BY_MASK:
+        c.mask = "B1TS", c.dropout = 0.25, c.seed = 7;
+        break;
+    case BY_CAUSAL:
+        c.causal = 1, c.align = ORCHARD_BOTTOM_RIGHT, c.softcap = 3;
+        break;
+    case BY_LENGTH:
+        c.has_key_lengths = 1, c.key_lengths[0] = 11, c.key_lengths[1] = 0;
+        break;
+    case BY_WINDOW:
+        c.has_window = 1, c.window_left = 4, c.window_right = 2;
+        break;
+    default:
+        break;
+    }
+    return c;
+}
+
+static void hide_rows(problem *p, int way)
+{
+    const box *x = &p->box[way == BY_BIAS ? BIAS : MASK];
+    for (int64_t n = 0; (way == BY_MASK || way == BY_BIAS) && n < box_elements(x); n++) {
+        int64_t i[4];
+        box_index(x, n, i);
+        if (is_blind(&p->c, way, i[0], i[2])) {
+            box_set_nth(x, n, way == BY_BIAS ? -INFINITY : 0);
+        } else if (i[3] == 0) {
+            box_set_nth(x, n, 1); /* every other row sees a key */
+        }
+    }
+}
+
+static void fill_blind_rows(problem *p, int way, operand name, double value)
+{
+    const box *x = &p->box[name];
+    for (int64_t n = 0; n < box_elements(x); n++) {
+        int64_t i[4];
+        box_index(x, n, i);
+        if (is_blind(&p->c, way, i[0], i[2])) {
+            box_set_nth(x, n, value);
+        }
+    }
+}
+
+static int64_t blind_gradients(const problem *p, int way)
+{
+    const box *x = &p->box[DQ];
+    int64_t wrong = 0;
+    for (int64_t n = 0; n < box_elements(x); n++) {
+        int64_t i[4];
+        box_index(x, n, i);
+        wrong += is_blind(&p->c, way, i[0], i[2]) && box_nth(x, n) != 0;
+    }
+    return wrong;
+}
+
+/* NaN or Inf in q, dout and dlse of the blind rows changes no output. One exception: with a sink,
+ * the row's lse is the sink, so that its dlse is a term of dsinks. */
+static void check_blind_rows(const attention_case *c, int way)
+{
+    const double values[] = {NAN, INFINITY};
+    const operand names[] = {Q, DOUT, DLSE};
+    problem p, clean;
+    problem_make(&clean, c, 21);
+    hide_rows(&clean, way);
+    check_against_ref(&clean, tested, c->name);
+    CHECK_INT(blind_gradients(&clean, way), 0);
+    for (int n = 0; n < 6; n++) {
+        const operand name = names[n % 3];
+        problem_make(&p, c, 21);
+        hide_rows(&p, way);
+        fill_blind_rows(&p, way, name, values[n / 3]);
+        CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+        if (name == DLSE && c->sinks) {
+            for (int64_t h = 0; h < c->H; h++) {
+                CHECK(!isfinite(box_get(&p.box[DSINKS], 0, h, 0, 0)));
+                box_set(&p.box[DSINKS], 0, h, 0, 0, box_get(&clean.box[DSINKS], 0, h, 0, 0));
+            }
+        }
+        const int64_t unequal = outputs_unequal(&p, &clean);
+        if (unequal) {
+            CHECK_FAIL("way %d, %s, sinks %d, bias %s: %g in %s of blind rows changes %lld outputs",
+                       way, orchard_dtype_name(c->dtype), c->sinks, c->bias, values[n / 3],
+                       operand_names[name], (long long)unequal);
+        } else {
+            check_passed++;
+        }
+        CHECK_INT(blind_gradients(&p, way), 0);
+        problem_free(&p);
+    }
+    problem_free(&clean);
+}
+
+static void blind_rows_take_part_in_nothing(void)
+{
+    const orchard_dtype dtypes[] = {ORCHARD_F32, ORCHARD_BF16, ORCHARD_F64};
+    const char *const shapes[] = {"BHTS", "11TS", "B11S"}; /* dbias: one owner, or many */
+    for (int way = 0; way < WAYS; way++) {
+        for (int n = 0; n < 3 * 2 * 3; n++) {
+            attention_case c = blind_case(way, dtypes[n % 3], n / 3 % 2, shapes[n / 6]);
+            if (way == BY_BIAS && n / 6 == 2) {
+                continue; /* one row for all queries cannot hide some of them */
+            }
+            check_blind_rows(&c, way);
+            c.T = way == BY_CAUSAL || way == BY_WINDOW ? 7 : 5; /* heads share a panel */
+            c.S = way == BY_CAUSAL || way == BY_WINDOW ? 2 : 17;
+            check_blind_rows(&c, way);
+        }
+    }
+}
+
+/* A row of a larger softmax that sees none of these keys: its out is not 0, and reaches the sink.
+ */
+static void blind_rows_of_a_larger_softmax(void)
+{
+    const attention_case c = {.name = "a blind row of a larger softmax",
+                              CASE_SHAPE(1, 2, 1, 9, 5, 8, 8),
+                              .dtype = ORCHARD_F32,
+                              .causal = 1,
+                              .align = ORCHARD_BOTTOM_RIGHT,
+                              .sinks = 1,
+                              .dlse = 1,
+                              .gradients = GRAD_QKV | GRAD_SINKS};
+    problem p;
+    problem_make(&p, &c, 22);
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    for (int nan = 0; nan < 2; nan++) {
+        const double before = box_get(&p.box[DSINKS], 0, 1, 0, 0);
+        /* Row 2 sees nothing here; elsewhere it saw something in column 3. */
+        const double lse = box_get(&p.box[SINKS], 0, 1, 0, 0) + 1;
+        const double dout = box_get(&p.box[DOUT], 0, 1, 2, 3);
+        box_set(&p.box[OUT], 0, 1, 2, 3, 0.75);
+        box_set(&p.box[LSE], 0, 1, 2, 0, lse);
+        box_set(&p.box[DOUT], 0, 1, 2, 4, nan ? NAN : 1);
+        CHECK_INT(orchard_attention_backward(tested, &p.backward), ORCHARD_OK);
+        const double dlse = box_get(&p.box[DLSE], 0, 1, 2, 0);
+        if (nan) {
+            CHECK_NEAR(box_get(&p.box[DSINKS], 0, 1, 0, 0), before, 1e-6);
+        } else {
+            CHECK_NEAR(box_get(&p.box[DSINKS], 0, 1, 0, 0),
+                       before - dlse - exp(-1) * (0.75 * dout - dlse), 1e-5);
+        }
+    }
+    problem_free(&p);
+}
+
+/* ---- Keys that nobody sees ------------------------------------------------------------------- */
+
+static bool is_hidden(int64_t b, int64_t j, bool each_batch)
+{
+    return j % 5 == (each_batch ? 1 + b : 2) || j == 17;
+}
+
+static void hide_keys(problem *p, bool each_batch, double value)
+{
+    const attention_case *c = &p->c;
+    const box *mask = &p->box[MASK];
+    for (int64_t n = 0; n < box_elements(mask); n++) {
+        box_set_nth(mask, n, !is_hidden(n / c->S, n % c->S, each_batch));
+    }
+    for (operand name = K; name <= V; name++) {
+        const box *x = &p->box[name];
+        for (int64_t n = 0; n < box_elements(x); n++) {
+            int64_t i[4];
+            box_index(x, n, i);
+            if (is_hidden(i[0], i[2], each_batch)) {
+                box_set_nth(x, n, value);
+            }
+        }
+    }
+}
+
+static void nan_hidden_by_a_repeated_mask(void)
+{
+    const orchard_dtype dtypes[] = {ORCHARD_F32, ORCHARD_BF16};
+    static const int64_t shapes[][3] = {{32, 18, 40}, {8, 18, 40}, {8, 1, 40}, {8, 1, 1030}};
+    for (int n = 0; n < 4 * 2 * 2 * 2; n++) {
+        const int64_t *size = shapes[n % 4];
+        const bool each_batch = n / 4 % 2, with_bias = n / 8 % 2;
+        const attention_case c = {.name = "NaN behind a repeated mask",
+                                  CASE_SHAPE(2, 32, size[0], size[1], size[2], 8, 8),
+                                  .dtype = dtypes[n / 16],
+                                  .mask = each_batch ? "B11S" : "111S",
+                                  .bias = with_bias ? "1HTS" : NULL,
+                                  .causal = with_bias,
+                                  .align = ORCHARD_BOTTOM_RIGHT,
+                                  .gradients = GRAD_QKV | (with_bias ? GRAD_BIAS : 0)};
+        problem p;
+        problem_make(&p, &c, 23);
+        hide_keys(&p, each_batch, 0);
+        char *bits = bits_of(&p, tested, c.name);
+        const double values[] = {NAN, INFINITY};
+        for (int v = 0; v < 2; v++) {
+            hide_keys(&p, each_batch, values[v]);
+            CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+            check_same(&p, bits, c.name);
+        }
+        free(bits);
+        problem_free(&p);
+    }
+}
+
+/* The first query and the first head do not speak for the others: a NaN key that the mask shows and
+ * bias hides from them alone is seen. */
+static void nan_hidden_from_the_first_row_alone(void)
+{
+    for (int kind = 0; kind < 3; kind++) { /* hidden from: query 0; head 0; batch element 0 */
+        const attention_case c = {.name = "NaN that one row does not see",
+                                  CASE_SHAPE(2, 4, 1, 20, 30, 8, 8),
+                                  .dtype = ORCHARD_F32,
+                                  .mask = kind == 2 ? "B11S" : "111S",
+                                  .bias = kind == 0   ? "11TS"
+                                          : kind == 1 ? "1H1S"
+                                                      : NULL};
+        problem p;
+        problem_make(&p, &c, 24);
+        const box *hides = &p.box[kind == 2 ? MASK : BIAS];
+        for (int64_t n = 0; n < box_elements(&p.box[MASK]); n++) {
+            box_set_nth(&p.box[MASK], n, 1);
+        }
+        box_set(hides, 0, 0, 0, 11, kind == 2 ? 0 : -INFINITY);
+        for (int64_t b = 0; b < c.B; b++) {
+            box_set(&p.box[V], b, 0, 11, 5, NAN);
+        }
+        CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+        CHECK(isnan(box_get(&p.box[OUT], 1, 1, 1, 5)));
+        CHECK(kind != 2 || !isnan(box_get(&p.box[OUT], 0, 1, 1, 5)));
+        problem_free(&p);
+    }
+}
+
+/* ---- Sinks ----------------------------------------------------------------------------------- */
+
+/* dsinks[h] in fp64 from the out and lse that backward was given, and the sum of its terms' sizes.
+ */
+static double exact_dsink(const problem *p, int64_t h, double *sizes)
+{
+    const attention_case *c = &p->c;
+    const double sink = box_get(&p->box[SINKS], 0, h, 0, 0);
+    double sum = 0;
+    *sizes = 0;
+    for (int64_t n = 0; n < c->B * c->T; n++) {
+        const int64_t b = n / c->T, i = n % c->T;
+        const double lse = box_get(&p->box[LSE], b, h, i, 0);
+        const double power = sink >= lse ? 1 : exp(sink - lse);
+        const double dlse = c->dlse ? box_get(&p->box[DLSE], b, h, i, 0) : 0;
+        sum += power * dlse;
+        *sizes += power * fabs(dlse);
+        for (int64_t e = 0; e < c->E; e++) {
+            const double term =
+                power * box_get(&p->box[DOUT], b, h, i, e) * box_get(&p->box[OUT], b, h, i, e);
+            sum -= term;
+            *sizes += fabs(term);
+        }
+    }
+    return sum;
+}
+
+static void dsinks_of_large_sinks(void)
+{
+    const orchard_dtype dtypes[] = {ORCHARD_F32, ORCHARD_BF16, ORCHARD_F64};
+    const double sinks[] = {30.1, 100.3, 1000.7, 12345.6};
+    for (int n = 0; n < 3 * 2; n++) {
+        const attention_case c = {.name = "large sinks",
+                                  CASE_SHAPE(2, 4, 2, 50, 20, 8, 8),
+                                  .dtype = dtypes[n % 3],
+                                  .sinks = 1,
+                                  .sinks_dtype = n % 3 == 1 ? ORCHARD_F32 : dtypes[n % 3],
+                                  .dlse = n / 3,
+                                  .gradients = GRAD_QKV | GRAD_SINKS};
+        problem p;
+        problem_make(&p, &c, 25);
+        for (int64_t h = 0; h < c.H; h++) {
+            box_set(&p.box[SINKS], 0, h, 0, 0, sinks[h]);
+        }
+        CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+        for (int64_t h = 0; h < c.H; h++) {
+            double sizes;
+            const double exact = exact_dsink(&p, h, &sizes);
+            const double unit = c.dtype == ORCHARD_F64 ? 0x1p-53 : 0x1p-24;
+            CHECK_NEAR(box_get(&p.box[DSINKS], 0, h, 0, 0), exact, 8 * unit * sizes + 0x1p-126);
+            CHECK_NEAR(box_get(&p.box[LSE], 1, h, 7, 0), sinks[h], 1e-7 * sinks[h]);
+        }
+        problem_free(&p);
+    }
+}
+
+static void dsinks_of_many_rows(void)
+{
+    const attention_case c = {.name = "a sink of many rows",
+                              CASE_SHAPE(2, 1, 1, 60000, 1, 1, 1),
+                              .dtype = ORCHARD_F32,
+                              .sinks = 1,
+                              .dlse = 1,
+                              .gradients = GRAD_SINKS};
+    problem p;
+    double sizes;
+    problem_make(&p, &c, 26);
+    box_set(&p.box[SINKS], 0, 0, 0, 0, 30.1);
+    for (int64_t n = 0; n < box_elements(&p.box[DLSE]); n++) {
+        box_set_nth(&p.box[DLSE], n, 1 + 0.1 * box_nth(&p.box[DLSE], n));
+    }
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    const double exact = exact_dsink(&p, 0, &sizes);
+    CHECK_NEAR(box_get(&p.box[DSINKS], 0, 0, 0, 0), exact, 0x1p-23 * sizes);
+    problem_free(&p);
+}
+
+/* A sink of +inf takes all weight: out 0, lse +inf, dsinks the sum of dlse, all other gradients 0.
+ * Heads 1 and 3 have ordinary sinks, and give what ref gives. */
+static void check_infinite_sinks(attention_case c)
+{
+    problem p;
+    int64_t wrong = 0;
+    c.sinks = c.dlse = 1;
+    c.gradients = GRAD_QKV | GRAD_SINKS | (c.bias ? GRAD_BIAS : 0);
+    problem_make(&p, &c, 27);
+    box_set(&p.box[SINKS], 0, 0, 0, 0, INFINITY);
+    box_set(&p.box[SINKS], 0, 2, 0, 0, INFINITY);
+    check_against_ref(&p, tested, c.name);
+    for (int64_t n = 0; n < c.B * c.T; n++) {
+        const int64_t b = n / c.T, i = n % c.T;
+        for (int64_t h = 0; h < c.H; h += 2) {
+            wrong += box_get(&p.box[LSE], b, h, i, 0) != INFINITY;
+            for (int64_t e = 0; e < c.E; e++) {
+                wrong += box_get(&p.box[OUT], b, h, i, e) != 0;
+            }
+            for (int64_t d = 0; d < c.D; d++) {
+                wrong += box_get(&p.box[DQ], b, h, i, d) != 0;
+            }
+            for (int64_t j = 0; j < c.S && c.bias; j++) {
+                wrong += box_get(&p.box[DBIAS], b, h, i, j) != 0;
+            }
+        }
+    }
+    for (int64_t h = 0; h < c.H; h += 2) {
+        double sizes;
+        const double exact = exact_dsink(&p, h, &sizes);
+        CHECK_NEAR(box_get(&p.box[DSINKS], 0, h, 0, 0), exact, 1e-6 * sizes);
+    }
+    for (int name = OUT; name < OPERANDS; name++) {
+        for (int64_t n = 0; p.box[name].present && n < box_elements(&p.box[name]); n++) {
+            wrong += isnan(box_nth(&p.box[name], n)) != 0;
+        }
+    }
+    if (wrong) {
+        CHECK_FAIL("%s: %lld values are wrong", c.name, (long long)wrong);
+    }
+    problem_free(&p);
+}
+
+static void infinite_sinks(void)
+{
+    const orchard_dtype dtypes[] = {ORCHARD_F32, ORCHARD_F64};
+    for (int n = 0; n < 2; n++) {
+        const orchard_dtype dtype = dtypes[n];
+        check_infinite_sinks((attention_case){.name = "sink +inf, several tiles",
+                                              CASE_SHAPE(2, 4, 2, 20, 200, 8, 8),
+                                              .dtype = dtype,
+                                              .bias = "BHTS"});
+        check_infinite_sinks((attention_case){
+            .name = "sink +inf, split keys", CASE_SHAPE(1, 4, 2, 2, 1030, 8, 8), .dtype = dtype});
+        check_infinite_sinks((attention_case){
+            .name = "sink +inf, no keys", CASE_SHAPE(2, 4, 2, 19, 0, 8, 8), .dtype = dtype});
+        check_infinite_sinks((attention_case){.name = "sink +inf, rows without keys",
+                                              CASE_SHAPE(2, 4, 2, 40, 9, 8, 8),
+                                              .dtype = dtype,
+                                              .causal = 1,
+                                              .align = ORCHARD_BOTTOM_RIGHT});
+    }
+}
+
+/* Sinks of -inf are absent; one that no float holds in units of log 2 still takes all weight. */
+static void huge_sinks(void)
+{
+    const attention_case c = {.name = "huge sinks",
+                              CASE_SHAPE(1, 4, 2, 20, 13, 8, 8),
+                              .dtype = ORCHARD_F32,
+                              .causal = 1, /* seven rows see nothing */
+                              .align = ORCHARD_BOTTOM_RIGHT,
+                              .sinks = 1,
+                              .dlse = 1,
+                              .gradients = GRAD_QKV | GRAD_SINKS};
+    problem p;
+    double sum = 0;
+    problem_make(&p, &c, 28);
+    box_set(&p.box[SINKS], 0, 1, 0, 0, 3e38);
+    box_set(&p.box[SINKS], 0, 2, 0, 0, -INFINITY);
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    for (int64_t i = 0; i < c.T; i++) {
+        sum += box_get(&p.box[DLSE], 0, 1, i, 0);
+        CHECK(box_get(&p.box[OUT], 0, 1, i, 3) == 0);
+        CHECK(box_get(&p.box[LSE], 0, 1, i, 0) > 2.3e38);
+    }
+    CHECK_NEAR(box_get(&p.box[DSINKS], 0, 1, 0, 0), sum, 1e-5);
+    CHECK(box_get(&p.box[DSINKS], 0, 2, 0, 0) == 0);
+    problem_free(&p);
+}
+
+int main(void)
+{
+    for (int i = -1; i < 0 || orchard_cpu_name(i); i++) {
+        tested = context_make(i < 0 ? "ref" : "cpu", i < 0 ? NULL : orchard_cpu_name(i), 2);
+        blind_rows_take_part_in_nothing();
+        blind_rows_of_a_larger_softmax();
+        nan_hidden_by_a_repeated_mask();
+        nan_hidden_from_the_first_row_alone();
+        dsinks_of_large_sinks();
+        dsinks_of_many_rows();
+        infinite_sinks();
+        huge_sinks();
+        orchard_ctx_free(tested);
+    }
+    return check_report("attention_blind");
+}

@@ -1,0 +1,489 @@
+/* The fault matrix: one small attention call with all options on a device whose every n-th
+ * operation of each kind is made to fail:
+ *
+ *     attention_fault_test --backend opencl|metal [--sentences] [FAMILY]
+ *
+ * forward and backward, operands in host memory and in private buffers, with the CPU behind the
+ * device and with a strict context. Before commit the CPU takes over with its own bits, or a
+ * strict call fails and has written nothing; after commit the context is at its end, inputs are
+ * intact, and a new context goes on with the CPU. Each time the report must tell, explain must have
+ * known what can be known, and nothing may be left over. */
+#define _DEFAULT_SOURCE
+#include <sys/mman.h>
+
+#include "attention/attention_running.h"
+#include "core/context.h"
+#include "opencl/device_fixture.h"
+
+#include "metal/standin_use.h"
+
+/* clang-format off */
+static const attention_case the_case = {
+    "fault", CASE_TEST, CASE_SHAPE(2, 2, 1, 9, 11, 16, 16), .dtype = ORCHARD_F32,
+    .layout = LAYOUT_SLICED, .bias = "1HTS", .mask = "B1TS", .sinks = 1, .alibi = 1, .causal = 1,
+    .has_key_lengths = 1, .key_lengths = {11, 7}, .dlse = 1, .gradients = 31, .dropout = 0.2,
+    .seed = 9};
+/* clang-format on */
+
+typedef struct family {
+    const char *name;
+    enum { CLEAN, LOST, HARMLESS } how; /* what it must lead to at least once */
+    bool fresh;                         /* a new device for every n: kernels are kept */
+    bool alone;                         /* a new process for every n: failures are remembered */
+} family;
+
+static const family opencl_families[] = {
+    {"open", CLEAN, true, true},       {"devices", CLEAN, true, true},
+    {"query", CLEAN, true, false},     {"alloc", CLEAN, true, false},
+    {"kernel", CLEAN, false, false},   {"launch", CLEAN, false, false},
+    {"copy", CLEAN, false, false},     {"map", CLEAN, false, false},
+    {"gate", CLEAN, false, false},     {"sync", LOST, false, false},
+    {"event", LOST, false, false},     {"profiling", HARMLESS, false, false},
+    {"binary", HARMLESS, true, false}, {"compile", CLEAN, true, false},
+    {"context", CLEAN, true, false},   {0}};
+
+static const family metal_families[] = {
+    {"queue", CLEAN, true, true},     {"alloc", CLEAN, true, false},
+    {"compile", CLEAN, true, false},  {"pipeline", CLEAN, true, false},
+    {"encoder", CLEAN, false, false}, {"command_buffer", CLEAN, false, false},
+    {"run", LOST, false, false},      {"partial", LOST, false, false},
+    {"wait", LOST, false, false},     {"lost", LOST, false, false},
+    {"context", CLEAN, true, false},  {0}};
+
+/* One sweep, and how far it is; shared by parent and children. */
+typedef struct sweep {
+    family family;
+    bool backward, private, strict;
+    int n;
+    bool over;
+    int cleanly, lost, passed, failed;
+} sweep;
+
+static sweep *now;
+static bool metal;
+static const char *backend;
+static faulty_library opencl;
+static standin apple;
+
+static const char *op_name(void)
+{
+    return now->backward ? "attention_backward" : "attention_forward";
+}
+
+#define EXPECT(condition)                                                                       \
+    do {                                                                                        \
+        if (condition) {                                                                        \
+            check_passed++;                                                                     \
+        } else {                                                                                \
+            CHECK_FAIL("%s; %s of %s, %s operands%s, n = %d: %s", #condition, now->family.name, \
+                       op_name(), now->private ? "private" : "host",                            \
+                       now->strict ? ", strict" : "", now->n, orchard_last_error());            \
+        }                                                                                       \
+    } while (0)
+
+/* ---- Faults ---------------------------------------------------------------------------------- */
+
+static int context_calls, context_fails_at;
+
+static void *context_alloc(void *user, void *ptr, size_t old_size, size_t new_size)
+{
+    (void)user, (void)old_size;
+    if (!new_size) {
+        free(ptr);
+        return NULL;
+    }
+    return ++context_calls == context_fails_at ? NULL : realloc(ptr, new_size);
+}
+
+static bool in_context(void)
+{
+    return strcmp(now->family.name, "context") == 0;
+}
+
+static int calls_so_far(void)
+{
+    return metal ? 0 : in_context() ? context_calls : opencl.calls(now->family.name);
+}
+
+static void arm(int n)
+{
+    if (in_context()) {
+        context_calls = 0;
+        context_fails_at = n;
+    } else if (metal) {
+        apple.fail(now->family.name, n);
+    } else {
+        opencl.fail(now->family.name, n);
+    }
+}
+
+/* ---- The operands ---------------------------------------------------------------------------- */
+
+static void move_in(orchard_ctx *ctx, problem *p)
+{
+    for (int i = 0; i < OPERANDS && now->private; i++) {
+        box *x = &p->box[i];
+        if (x->present) {
+            orchard_buffer *buffer = NULL;
+            EXPECT(!orchard_buffer_create(ctx, &buffer, x->block_bytes, ORCHARD_STORAGE_PRIVATE));
+            EXPECT(!orchard_buffer_write(buffer, 0, x->block, x->block_bytes));
+            x->tensor.data = NULL;
+            x->tensor.buffer = buffer;
+            x->tensor.offset = (size_t)(x->data - x->block);
+        }
+    }
+    connect(p);
+}
+
+/* `readable`: the device still answers. */
+static void move_out(problem *p, bool readable)
+{
+    for (int i = 0; i < OPERANDS; i++) {
+        box *x = &p->box[i];
+        if (x->tensor.buffer) {
+            if (readable) {
+                EXPECT(!orchard_buffer_read(x->tensor.buffer, 0, x->block, x->block_bytes));
+            }
+            orchard_buffer_free(x->tensor.buffer);
+            x->tensor.data = x->data;
+            x->tensor.buffer = NULL;
+            x->tensor.offset = 0;
+        }
+    }
+    connect(p);
+}
+
+/* A problem before the call: outputs hold a pattern, backward's out and lse what the CPU wrote. */
+static void prepare(problem *p, const problem *done)
+{
+    problem_make(p, &the_case, 5);
+    outputs_reset(p, UNTOUCHED);
+    for (int i = OUT; i <= LSE && now->backward; i++) {
+        memcpy(p->box[i].block, done->box[i].block, p->box[i].block_bytes);
+    }
+}
+
+static bool same_bytes(const problem *p, const problem *want, bool inputs, bool outputs)
+{
+    const int first_output = now->backward ? DQ : OUT, last_output = now->backward ? DSINKS : LSE;
+    for (int i = 0; i < OPERANDS; i++) {
+        const bool is_output = i >= first_output && i <= last_output;
+        if ((is_output ? outputs : inputs) && p->box[i].present &&
+            memcmp(p->box[i].block, want->box[i].block, p->box[i].block_bytes) != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ---- Calls and what is told of them ---------------------------------------------------------- */
+
+static orchard_ctx *make_context(const char *backends, bool strict)
+{
+    orchard_ctx *ctx = NULL;
+    const orchard_ctx_opts opts = {
+        .backend = backends, .threads = 1, .strict = strict ? 1 : -1, .alloc = context_alloc};
+    if (orchard_ctx_create(&ctx, &opts)) {
+        fprintf(stderr, "%s\n", orchard_last_error());
+        exit(2);
+    }
+    return ctx;
+}
+
+static orchard_ctx *make_tested(void)
+{
+    char list[32];
+    snprintf(list, sizeof list, "%s,cpu", backend);
+    return make_context(list, now->strict);
+}
+
+static orchard_status call(orchard_ctx *ctx, const problem *p)
+{
+    return now->backward ? orchard_attention_backward(ctx, &p->backward)
+                         : orchard_attention_forward(ctx, &p->forward);
+}
+
+static const void *args_of(const problem *p)
+{
+    return now->backward ? (const void *)&p->backward : (const void *)&p->forward;
+}
+
+typedef struct told {
+    uint64_t device_ran, cpu_ran, device_refused;
+    const char *reason; /* the last line's of those that refused */
+} told;
+
+static told report(void)
+{
+    orchard_report_line lines[64];
+    told sum = {0};
+    const int64_t count = orchard_report(lines, 64);
+    for (int64_t i = 0; i < count && i < 64; i++) {
+        const orchard_report_line *line = &lines[i];
+        if (strcmp(line->op, op_name()) != 0) {
+            continue;
+        }
+        if (strcmp(line->backend, "cpu") == 0 && !line->reason) {
+            sum.cpu_ran += line->count;
+        } else if (strcmp(line->backend, backend) == 0 && !line->reason) {
+            sum.device_ran += line->count;
+        } else if (strcmp(line->backend, backend) == 0) {
+            sum.device_refused += line->count;
+            sum.reason = line->reason;
+        }
+    }
+    return sum;
+}
+
+static void say(void)
+{
+    if (fixture_sentences) {
+        printf("sentence: %s\n", orchard_last_error());
+    }
+}
+
+/* ---- What must hold after a call ------------------------------------------------------------- */
+
+typedef struct outcome {
+    orchard_status status;
+    told before, after;
+    orchard_explanation explanation;
+} outcome;
+
+static const orch_device *device_of(const orchard_ctx *ctx)
+{
+    return ctx->device[metal ? ORCH_METAL : ORCH_OPENCL];
+}
+
+/* The context has come to its end. A new one goes on with the CPU, where it may. */
+static void check_lost(orchard_ctx *ctx, problem *p, const problem *before, const problem *want)
+{
+    EXPECT(orchard_ctx_sync(ctx) == ORCHARD_ERROR_DEVICE);
+    say();
+    for (int i = 0; i < 2; i++) {
+        const told earlier = report();
+        EXPECT(call(ctx, p) == ORCHARD_ERROR_DEVICE);
+        EXPECT(strstr(orchard_last_error(), "was lost: "));
+        say();
+        const told later = report();
+        EXPECT(later.cpu_ran == earlier.cpu_ran && later.device_ran == earlier.device_ran);
+        EXPECT(later.device_refused == earlier.device_refused + 1);
+    }
+    orchard_explanation explanation;
+    EXPECT(orchard_explain(ctx, op_name(), args_of(p), &explanation) == ORCHARD_ERROR_DEVICE);
+    move_out(p, false);
+    EXPECT(same_bytes(p, before, true, false));
+    outputs_reset(p, UNTOUCHED);
+    for (int i = OUT; i <= LSE && now->backward; i++) {
+        memcpy(p->box[i].block, want->box[i].block, p->box[i].block_bytes);
+    }
+    orchard_ctx *next = make_tested();
+    const told earlier = report();
+    const orchard_status status = call(next, p);
+    const told later = report();
+    EXPECT(later.device_refused == earlier.device_refused + 1);
+    if (now->strict) {
+        EXPECT(status == ORCHARD_ERROR_UNSUPPORTED && same_bytes(p, before, true, true));
+    } else {
+        EXPECT(status == ORCHARD_OK && later.cpu_ran == earlier.cpu_ran + 1);
+        EXPECT(same_bytes(p, want, true, true));
+    }
+    orchard_ctx_free(next);
+}
+
+/* Nothing has happened, or the CPU did it all. */
+static void check_clean(orchard_ctx *ctx, problem *p, const problem *before, const problem *want,
+                        const outcome *o)
+{
+    move_out(p, device_of(ctx) != NULL);
+    EXPECT(o->after.device_ran == o->before.device_ran);
+    if (o->status == ORCHARD_OK) {
+        EXPECT(!now->strict && o->after.cpu_ran == o->before.cpu_ran + 1);
+        EXPECT(o->after.device_refused == o->before.device_refused + 1 && o->after.reason);
+        EXPECT(same_bytes(p, want, true, true));
+    } else {
+        EXPECT(o->status == ORCHARD_ERROR_MEMORY || o->status == ORCHARD_ERROR_DEVICE ||
+               o->status == ORCHARD_ERROR_COMPILE || o->status == ORCHARD_ERROR_UNSUPPORTED);
+        EXPECT(o->after.cpu_ran == o->before.cpu_ran);
+        EXPECT(same_bytes(p, before, true, true));
+        say();
+        /* Lengths are fetched before anybody is asked. */
+        EXPECT(o->after.device_refused == o->before.device_refused + 1 || now->private);
+        EXPECT(now->strict || now->private);
+    }
+}
+
+static void check_explanation(const outcome *o, bool reached)
+{
+    const orchard_explanation *e = &o->explanation;
+    const bool opened = !e->reason[0];
+    EXPECT(e->asked == (opened || now->strict ? 1 : 2) && strcmp(e->name[0], backend) == 0);
+    if (!opened) { /* explain knew, and the call gave the same reason */
+        EXPECT(o->after.reason && strcmp(o->after.reason, e->reason[0]) == 0);
+        EXPECT(now->strict ? !e->backend : strcmp(e->backend, "cpu") == 0);
+    } else if (!reached) {
+        EXPECT(strcmp(e->backend, backend) == 0 && o->after.device_ran == o->before.device_ran + 1);
+    }
+}
+
+/* One call with the n-th operation failing; true if the device is as good as before. */
+static bool run_one(orchard_ctx *ctx, const problem *want)
+{
+    problem p, before;
+    outcome o;
+    prepare(&p, want);
+    prepare(&before, want);
+    if (now->family.alone) { /* explain opens the device */
+        now->private = false;
+        arm(now->n);
+    }
+    move_in(ctx, &p);
+    EXPECT(!orchard_explain(ctx, op_name(), args_of(&p), &o.explanation));
+    o.before = report();
+    if (!now->family.alone) {
+        arm(now->n);
+    }
+    const int calls = calls_so_far();
+    o.status = call(ctx, &p);
+    o.after = report();
+    const orchard_status synced =
+        o.status == ORCHARD_OK && now->private ? orchard_ctx_sync(ctx) : ORCHARD_OK;
+    bool reached = metal || calls_so_far() >= calls + now->n;
+    arm(0);
+    const bool lost = device_of(ctx) && device_of(ctx)->lost;
+    const bool ran = o.status == ORCHARD_OK && o.after.device_ran > o.before.device_ran;
+    if (lost) {
+        EXPECT(o.status == ORCHARD_ERROR_DEVICE || (ran && synced == ORCHARD_ERROR_DEVICE));
+        now->lost++;
+        check_lost(ctx, &p, &before, want);
+    } else if (ran) {
+        EXPECT(synced == ORCHARD_OK);
+        move_out(&p, true);
+        EXPECT(same_bytes(&p, &before, true, false));
+        reached = reached && !metal; /* the stand-in's faults all do harm */
+        now->over = !reached;
+    } else {
+        now->cleanly++;
+        check_clean(ctx, &p, &before, want, &o);
+    }
+    check_explanation(&o, reached);
+    problem_free(&p);
+    problem_free(&before);
+    return !lost;
+}
+
+/* ---- Sweeps ---------------------------------------------------------------------------------- */
+
+static void check_nothing_left(void)
+{
+    static const char *const objects[] = {"mem", "event", "kernel", "program", "queue", "context"};
+    for (int i = 0; i < 6 && !metal; i++) {
+        EXPECT(opencl.live(objects[i]) == 0);
+    }
+    if (metal) {
+        EXPECT(apple.counter("objects_live") == 0 && apple.counter("buffers_live") == 0);
+    }
+}
+
+/* As many n as one process can do. */
+static void run_child(void)
+{
+    problem want;
+    orchard_ctx *cpu = make_context("cpu", true), *ctx = NULL;
+    if (strcmp(now->family.name, "compile") == 0 && !metal) {
+        setenv("ORCHARD_CACHE", "0", 1);
+    }
+    if (metal) {
+        apple = use_standin();
+    } else {
+        opencl = use_faulty("");
+    }
+    problem_make(&want, &the_case, 5);
+    EXPECT(problem_run(&want, cpu) == ORCHARD_OK);
+    if (!now->backward) { /* its outputs belong to nobody */
+        for (int i = DQ; i <= DSINKS; i++) {
+            memset(want.box[i].block, UNTOUCHED, want.box[i].block_bytes);
+        }
+    }
+    bool good = true;
+    while (good && !now->over) {
+        ctx = ctx ? ctx : make_tested();
+        good = run_one(ctx, &want) && !now->family.alone;
+        now->n++;
+        if (!good || now->over || now->family.fresh) {
+            orchard_ctx_free(ctx);
+            ctx = NULL;
+            check_nothing_left();
+        }
+    }
+    problem_free(&want);
+    orchard_ctx_free(cpu);
+    now->passed += check_passed;
+    now->failed += check_failed;
+    exit(0); /* not _exit: leak checkers look now */
+}
+
+static void run_sweep(const family *f, int variant)
+{
+    *now = (sweep){.family = *f,
+                   .backward = variant & 1,
+                   .private = variant & 2,
+                   .strict = variant & 4,
+                   .n = 1};
+    if (f->alone && now->private) {
+        return; /* without a device there is no private memory */
+    }
+    while (!now->over && now->n < 400) {
+        const int n = now->n;
+        fflush(NULL);
+        pid_t child = fork();
+        if (child == 0) {
+            alarm(120);
+            check_passed = check_failed = 0;
+            run_child();
+        }
+        int state = 1;
+        waitpid(child, &state, 0);
+        if (state != 0 || now->n == n) {
+            EXPECT(!"the process ended in good order");
+            now->n = now->n == n ? n + 1 : now->n;
+        }
+    }
+    check_passed += now->passed;
+    check_failed += now->failed;
+    /* Operands that are mapped, or lie in place, are not copied; a single command has no gate. */
+    const bool idle = strstr("copy map gate", f->name);
+    EXPECT(f->how == HARMLESS ? !now->cleanly && !now->lost
+           : f->how == LOST   ? now->lost > 0
+                              : now->cleanly > 0 || idle);
+    EXPECT(now->over);
+    printf("attention_fault: %s, %s, %s%s: %d, of which %d clean, %d lost\n", f->name,
+           now->backward ? "backward" : "forward", now->private ? "private" : "host",
+           now->strict ? ", strict" : "", now->n - 2, now->cleanly, now->lost);
+}
+
+int main(int argc, char **argv)
+{
+    const char *only = NULL;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--backend") == 0 && i + 1 < argc) {
+            backend = argv[++i];
+        } else if (strcmp(argv[i], "--sentences") == 0) {
+            fixture_sentences = 1;
+        } else {
+            only = argv[i];
+        }
+    }
+    metal = backend && strcmp(backend, "metal") == 0;
+    if (!backend || (!metal && strcmp(backend, "opencl") != 0)) {
+        fprintf(stderr, "usage: attention_fault_test --backend opencl|metal [FAMILY]\n");
+        return 2;
+    }
+    now = mmap(NULL, sizeof *now, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    for (const family *f = metal ? metal_families : opencl_families; f->name; f++) {
+        for (int variant = 0; variant < 8 && (!only || strcmp(only, f->name) == 0); variant++) {
+            run_sweep(f, variant);
+        }
+    }
+    return check_report("attention_fault");
+}

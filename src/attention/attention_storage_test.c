@@ -1,0 +1,305 @@
+/* The storage matrix: every operand of forward and backward in every kind of memory, on a device:
+ *
+ *     attention_storage_test --backend opencl|metal
+ *
+ * The outputs must have the bits, and the memory around them the bytes, of the same call with all
+ * operands in plain host memory; each operand must have come to the device in the expected way;
+ * private memory is never copied; nothing is left over at the end. */
+#include <dlfcn.h>
+
+#include "attention/attention_running.h"
+#include "core/buffer.h"
+#include "core/context.h"
+
+typedef enum storage {
+    HOST_UNALIGNED,
+    HOST_ALIGNED, /* to the page that Metal asks for, in length as well */
+    SHARED,
+    PRIVATE,
+    FOREIGN, /* a handle that the caller made, with a byte offset */
+    STORAGES
+} storage;
+
+static const char *const storage_names[STORAGES] = {"unaligned host", "aligned host", "shared",
+                                                    "private", "foreign"};
+
+enum { PAGE = 16384, FOREIGN_OFFSET = 512 };
+
+static const attention_case cases[] = {
+    {"plain", CASE_TEST, CASE_SHAPE(1, 4, 2, 64, 64, 64, 64), .dtype = ORCHARD_F32},
+    {"options", CASE_TEST, CASE_SHAPE(2, 4, 2, 37, 53, 20, 24), .dtype = ORCHARD_F32,
+     .bias = "1HTS", .mask = "B1TS", .sinks = 1, .alibi = 1, .causal = 1, .has_key_lengths = 1,
+     .key_lengths = {53, 20}, .dlse = 1, .gradients = 31, .dropout = 0.2, .seed = 9},
+    {"sliced", CASE_TEST, CASE_SHAPE(2, 2, 1, 9, 17, 12, 8), .dtype = ORCHARD_BF16,
+     .layout = LAYOUT_SLICED, .bias = "BHTS", .gradients = 15},
+    {"interleaved", CASE_TEST, CASE_SHAPE(1, 3, 3, 21, 21, 16, 16), .dtype = ORCHARD_F16,
+     .layout = LAYOUT_QKV},
+    {"packed", CASE_TEST, CASE_SHAPE(3, 2, 2, 20, 30, 16, 16), .dtype = ORCHARD_F32, .packed = 1,
+     .lengths_t = {20, 0, 7}, .lengths_s = {11, 30, 5}},
+    {"decode", CASE_TEST, CASE_SHAPE(1, 4, 2, 2, 1100, 16, 16), .dtype = ORCHARD_F32},
+};
+
+/* Where an operand was put for one run. */
+typedef struct lodging {
+    storage kind;
+    orchard_buffer *buffer, *owner;
+    char *memory, *block; /* of host kinds: what malloc gave, and the block in it */
+} lodging;
+
+static orchard_ctx *ctx;
+static size_t wrap_alignment;
+
+/* ---- Moving in and out ----------------------------------------------------------------------- */
+
+static size_t whole_pages(size_t bytes)
+{
+    return (bytes + PAGE - 1) / PAGE * PAGE;
+}
+
+static void move_in(lodging *at, storage kind, box *x)
+{
+    const size_t inside = (size_t)(x->data - x->block);
+    orchard_status status = ORCHARD_OK;
+    *at = (lodging){.kind = kind};
+    if (kind <= HOST_ALIGNED) {
+        at->memory = aligned_alloc(PAGE, whole_pages(x->block_bytes) + PAGE);
+        at->block = at->memory + (kind == HOST_UNALIGNED ? 16 : 0);
+        memcpy(at->block, x->block, x->block_bytes);
+        x->tensor.data = at->block + inside;
+        return;
+    }
+    const size_t offset = kind == FOREIGN ? FOREIGN_OFFSET : 0;
+    status =
+        orchard_buffer_create(ctx, &at->buffer, x->block_bytes + offset,
+                              kind == SHARED ? ORCHARD_STORAGE_SHARED : ORCHARD_STORAGE_PRIVATE);
+    if (status == ORCHARD_OK && kind == FOREIGN) {
+        at->owner = at->buffer;
+        status = orchard_buffer_wrap(ctx, &at->buffer, at->owner->memory.handle);
+    }
+    status = status ? status : orchard_buffer_write(at->buffer, offset, x->block, x->block_bytes);
+    CHECK_INT(status, ORCHARD_OK);
+    x->tensor.data = NULL;
+    x->tensor.buffer = at->buffer;
+    x->tensor.offset = offset + inside;
+}
+
+static void move_out(lodging *at, box *x)
+{
+    if (at->kind <= HOST_ALIGNED) {
+        memcpy(x->block, at->block, x->block_bytes);
+        free(at->memory);
+    } else {
+        const size_t offset = at->kind == FOREIGN ? FOREIGN_OFFSET : 0;
+        CHECK_INT(orchard_buffer_read(at->buffer, offset, x->block, x->block_bytes), ORCHARD_OK);
+        orchard_buffer_free(at->buffer);
+        orchard_buffer_free(at->owner);
+    }
+    x->tensor.data = x->data;
+    x->tensor.buffer = NULL;
+    x->tensor.offset = 0;
+}
+
+/* ---- One run --------------------------------------------------------------------------------- */
+
+static bool can_move(const problem *p, int n)
+{
+    return p->box[n].present && p->box[n].owns_block && box_elements(&p->box[n]) > 0 &&
+           p->c.layout != LAYOUT_QKV;
+}
+
+/* How often operand n is bound: lse and out are operands of both calls, as are all inputs of
+ * forward. */
+static uint64_t bindings_of(const problem *p, int n)
+{
+    const bool forward = n < DOUT || n == OUT || n == LSE;
+    return (forward ? 1u : 0u) + (p->has_backward ? 1u : 0u);
+}
+
+static bool is_wrapped(const box *x)
+{
+    const orchard_tensor *t = &x->tensor;
+    uint64_t last = 0;
+    for (int32_t i = 0; i < t->rank; i++) {
+        last += (uint64_t)(t->size[i] - 1) * (uint64_t)t->stride[i];
+    }
+    const uint64_t bytes = (last + 1) * orchard_dtype_size(t->dtype);
+    return wrap_alignment && (uintptr_t)t->data % wrap_alignment == 0 &&
+           bytes % wrap_alignment == 0;
+}
+
+/* What report must count for one forward and backward. */
+static orchard_memory_counts expected_counts(const problem *p)
+{
+    orchard_memory_counts counts = {0};
+    for (int n = 0; n < OPERANDS; n++) {
+        const box *x = &p->box[n];
+        if (!x->present || box_elements(x) == 0) {
+            continue;
+        }
+        const uint64_t times = bindings_of(p, n);
+        counts.direct += x->tensor.buffer ? times : 0;
+        counts.wrapped += !x->tensor.buffer && is_wrapped(x) ? times : 0;
+        counts.staged += !x->tensor.buffer && !is_wrapped(x) ? times : 0;
+    }
+    return counts;
+}
+
+static void check_counts(const problem *p, const orchard_memory_counts *before, const char *what)
+{
+    orchard_memory_counts now;
+    const orchard_memory_counts expected = expected_counts(p);
+    orchard_memory_report(&now);
+    if (now.direct - before->direct == expected.direct &&
+        now.wrapped - before->wrapped == expected.wrapped &&
+        now.staged - before->staged == expected.staged &&
+        (expected.staged || now.staged_bytes == before->staged_bytes)) {
+        check_passed++;
+    } else {
+        CHECK_FAIL("%s: %llu direct, %llu wrapped, %llu staged (%llu bytes), expected %llu, %llu, "
+                   "%llu",
+                   what, (unsigned long long)(now.direct - before->direct),
+                   (unsigned long long)(now.wrapped - before->wrapped),
+                   (unsigned long long)(now.staged - before->staged),
+                   (unsigned long long)(now.staged_bytes - before->staged_bytes),
+                   (unsigned long long)expected.direct, (unsigned long long)expected.wrapped,
+                   (unsigned long long)expected.staged);
+    }
+}
+
+/* Runs with the operands of `moved` (a set of bits) in `kind`; blocks must become those of `want`.
+ */
+static void check_run(problem *p, unsigned moved, storage kind, const problem *want, bool counted)
+{
+    char what[120];
+    lodging at[OPERANDS];
+    orchard_memory_counts before;
+    int first = 0;
+    while (!(moved >> first & 1)) {
+        first++;
+    }
+    snprintf(what, sizeof what, "%s: %s in %s memory", p->c.name,
+             moved == 1u << first ? operand_names[first] : "everything", storage_names[kind]);
+    outputs_reset(p, UNTOUCHED);
+    for (int n = 0; n < OPERANDS; n++) {
+        if (moved >> n & 1) {
+            move_in(&at[n], kind, &p->box[n]);
+        }
+    }
+    connect(p);
+    orchard_memory_report(&before);
+    orchard_status status = orchard_attention_forward(ctx, &p->forward);
+    if (status == ORCHARD_OK && p->has_backward) {
+        status = orchard_attention_backward(ctx, &p->backward);
+    }
+    if (status) {
+        CHECK_FAIL("%s: %s", what, orchard_last_error());
+    } else if (counted) {
+        check_counts(p, &before, what);
+    }
+    for (int n = 0; n < OPERANDS; n++) {
+        if (moved >> n & 1) {
+            move_out(&at[n], &p->box[n]);
+        }
+    }
+    for (int n = 0; n < OPERANDS; n++) {
+        const box *x = &p->box[n], *y = &want->box[n];
+        if (!x->owns_block) {
+            continue;
+        }
+        if (memcmp(x->block, y->block, x->block_bytes) == 0) {
+            check_passed++;
+        } else {
+            CHECK_FAIL("%s: %s has other bytes", what, operand_names[n]);
+        }
+    }
+}
+
+/* ---- The matrix ------------------------------------------------------------------------------ */
+
+static void check_case(const attention_case *c, bool counted)
+{
+    problem p, want;
+    problem_make(&p, c, 5);
+    problem_make(&want, c, 5);
+    check_against_ref(&want, ctx, c->name);
+    unsigned all = 0;
+    for (int n = 0; n < OPERANDS; n++) {
+        all |= can_move(&p, n) ? 1u << n : 0;
+    }
+    for (int kind = 0; kind < STORAGES && all; kind++) {
+        for (int n = 0; n < OPERANDS; n++) {
+            if (all >> n & 1) {
+                check_run(&p, 1u << n, (storage)kind, &want, counted);
+            }
+        }
+        check_run(&p, all, (storage)kind, &want, counted);
+    }
+    problem_free(&want);
+    problem_free(&p);
+}
+
+/* fp64 is no device's business: the CPU takes the call, whatever memory the operands live in. */
+static void check_on_cpu(const char *backend)
+{
+    char list[40];
+    orchard_memory_counts before, now;
+    orchard_ctx *device_ctx = ctx;
+    attention_case c = cases[1];
+    c.name = "fp64 on the CPU";
+    c.dtype = ORCHARD_F64;
+    snprintf(list, sizeof list, "%s,cpu", backend);
+    if (orchard_ctx_create(&ctx,
+                           &(orchard_ctx_opts){.backend = list, .threads = 2, .strict = -1})) {
+        CHECK_FAIL("%s", orchard_last_error());
+        ctx = device_ctx;
+        return;
+    }
+    orchard_memory_report(&before);
+    check_case(&c, false);
+    orchard_memory_report(&now);
+    CHECK(now.direct > before.direct && now.staged > before.staged &&
+          now.wrapped == before.wrapped);
+    orchard_ctx_free(ctx);
+    ctx = device_ctx;
+}
+
+/* What the stand-in, or the tests' OpenCL shim, says to be still alive. */
+static void check_nothing_left(const char *backend)
+{
+    const bool metal = strcmp(backend, "metal") == 0;
+    const char *path = getenv(metal ? "ORCHARD_METAL_LIBRARY" : "ORCHARD_OPENCL_LIBRARY");
+    void *library = path ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : NULL;
+    void *symbol =
+        library ? dlsym(library, metal ? "metal_standin_counter" : "faulty_opencl_live") : NULL;
+    long (*count)(const char *);
+    if (!symbol) {
+        printf("attention_storage: leaks are not counted: no stand-in, no shim\n");
+        return;
+    }
+    memcpy(&count, &symbol, sizeof count);
+    CHECK_INT(count(metal ? "objects_live" : "mem"), 0);
+}
+
+int main(int argc, char **argv)
+{
+    const char *backend = argc == 3 && strcmp(argv[1], "--backend") == 0 ? argv[2] : "";
+    const bool metal = strcmp(backend, "metal") == 0;
+    if (!metal && strcmp(backend, "opencl") != 0) {
+        fprintf(stderr, "usage: attention_storage_test --backend opencl|metal\n");
+        return 2;
+    }
+    ctx = context_make(backend, NULL, 1);
+    const orch_device *device = orch_ctx_device(ctx, metal ? ORCH_METAL : ORCH_OPENCL);
+    if (!device) {
+        CHECK_FAIL("%s", orchard_last_error());
+        return check_report("attention_storage");
+    }
+    wrap_alignment = device->caps.wrap_alignment;
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
+        check_case(&cases[n], true);
+    }
+    check_on_cpu(backend);
+    orchard_ctx_free(ctx);
+    check_nothing_left(backend);
+    return check_report("attention_storage");
+}

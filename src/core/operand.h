@@ -1,0 +1,61 @@
+/* The tensors of a call, wherever they live: found, checked against each other, and brought to the
+ * host for a backend that works there. */
+#ifndef ORCH_OPERAND_H
+#define ORCH_OPERAND_H
+
+#include <stdbool.h>
+
+#include "core/status.h"
+
+#define ORCH_MAX_OPERANDS 24
+
+/* Lengths are inputs whose elements the checks read. */
+typedef enum orch_role { ORCH_INPUT, ORCH_LENGTHS, ORCH_OUTPUT } orch_role;
+
+/* A room tells name, tensor (of the args struct) and role; the rest is found here. */
+typedef struct orch_operand {
+    const char *name;
+    orchard_tensor *tensor;
+    orch_role role;
+
+    orchard_buffer *buffer; /* where it lies; NULL: host memory, or absent */
+    size_t offset;          /* bytes into the buffer */
+} orch_operand;
+
+static inline orch_operand orch_operand_of(const char *name, orchard_tensor *tensor, orch_role role)
+{
+    return (orch_operand){.name = name, .tensor = tensor, .role = role};
+}
+
+/* Host copies of operands, for as long as a call takes. */
+typedef struct orch_copies {
+    orchard_ctx *ctx;
+    const char *op; /* whose they are */
+    struct {
+        void *data;
+        size_t bytes;
+    } of[ORCH_MAX_OPERANDS];
+} orch_copies;
+
+/* Moves a buffer's address into each tensor's `data`, so that all checks see one kind of tensor,
+ * and notes the buffer. Lengths in private memory are copied to the host. */
+orchard_status orch_operands_locate(const char *op, orch_operand *operands, int32_t count,
+                                    orch_copies *copies);
+
+/* After the room's own check: each stays inside its buffer, no output shares an element with itself
+ * or with any other operand. */
+orchard_status orch_operands_check(const char *op, const orch_operand *operands, int32_t count);
+
+/* For a backend on the host: waits for the devices and replaces private memory by copies. *moved: a
+ * tensor has another address now, so that the room must check again. */
+orchard_status orch_operands_fetch(const char *op, const orch_operand *operands, int32_t count,
+                                   orch_copies *copies, bool *moved);
+
+/* Brings copied outputs back to the device. By now others may be written already, so that a failure
+ * is the device's end, as it is after commit. */
+orchard_status orch_operands_store(const orch_operand *operands, int32_t count,
+                                   const orch_copies *copies);
+
+void orch_copies_free(orch_copies *copies);
+
+#endif

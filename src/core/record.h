@@ -1,0 +1,73 @@
+/* Calls as files: written where they went wrong, run again anywhere. docs/replay.md has the format.
+ *
+ * Everything is little-endian and written field by field: no struct's layout is in the file. Only
+ * bytes of elements are written, what lies between them is 0: a file shows nothing of the program
+ * but the call. */
+#ifndef ORCH_RECORD_H
+#define ORCH_RECORD_H
+
+#include <stdalign.h>
+#include <stddef.h>
+
+#include "core/operand.h"
+#include "core/ops.h"
+
+#define ORCH_RECORD_FORMAT 1
+#define ORCH_RECORD_MAX_OPTIONS 32
+#define ORCH_RECORD_STORY 4096 /* bytes, with the 0 at the end */
+#define ORCH_RECORD_ARGS 8192  /* ORCH_MAX_ARGS_SIZE */
+
+typedef enum orch_record_kind {
+    ORCH_RECORD_I32,
+    ORCH_RECORD_I64,
+    ORCH_RECORD_F64
+} orch_record_kind;
+
+/* A scalar of an args struct. A name in a file that the struct does not have is refused, one that
+ * the file does not have stays 0, the default. */
+typedef struct orch_record_option {
+    const char *name;
+    orch_record_kind kind;
+    void *field;
+} orch_record_option;
+
+/* A call to write: its operands lie on the host. */
+typedef struct orch_recording {
+    orch_op op;
+    void *args; /* the full struct that `operands` point into */
+    const orch_operand *operands;
+    int32_t operand_count;
+    const char *story; /* lines of text: what happened, where */
+} orch_recording;
+
+/* A call that was read, with memory for all its tensors. */
+typedef struct orch_record {
+    orchard_ctx *ctx;
+    orch_op op;
+    uint32_t version; /* of the library that wrote it, as ORCHARD_HEADER_VERSION */
+    alignas(max_align_t) unsigned char args[ORCH_RECORD_ARGS];
+    orch_operand operands[ORCH_MAX_OPERANDS]; /* present ones have their memory in `blocks` */
+    int32_t operand_count;
+    orch_copies blocks;
+    char story[ORCH_RECORD_STORY];
+} orch_record;
+
+/* Makes a new file that only this user can read. One that exists is left alone, a symbolic link
+ * too; one that could not be written whole is taken away. */
+orchard_status orch_record_write(orchard_ctx *ctx, const char *path, const orch_recording *call);
+
+/* Checks everything: lengths, checksum, names, dtypes, sizes and strides against the bytes that are
+ * there. Takes no more memory than the file has bytes. `name` stands in sentences. The record is to
+ * be freed only after success. */
+orchard_status orch_record_parse(orchard_ctx *ctx, const char *name, const unsigned char *bytes,
+                                 size_t count, orch_record *record);
+void orch_record_free(orch_record *record);
+
+/* The same for a file. */
+orchard_status orch_record_read(orchard_ctx *ctx, const char *path, orch_record *record);
+
+/* FNV-1a: no single changed byte keeps it. */
+#define ORCH_HASH_START UINT64_C(0xcbf29ce484222325)
+uint64_t orch_record_hash(uint64_t hash, const void *data, size_t bytes);
+
+#endif

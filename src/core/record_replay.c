@@ -1,0 +1,164 @@
+/* Running a recorded call again: the file's outputs are judged and set aside, the call is run, its
+ * outputs are judged and compared with them. */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <orchard/record.h>
+
+#include "core/context.h"
+#include "core/record.h"
+#include "core/record_format.h"
+#include "core/tensor.h"
+
+/* What is worked with; too much for a stack that may be a thread's. */
+typedef struct replay {
+    orch_record record;
+    alignas(max_align_t) unsigned char problem[ORCH_MAX_PROBLEM_SIZE];
+    orch_audit_report recorded, now;
+    orch_copies outputs; /* the file's */
+} replay;
+
+static void free_copies(replay *r)
+{
+    orch_copies_free(&r->outputs);
+    orch_record_free(&r->record);
+}
+
+/* Judges whatever the outputs hold. */
+static orchard_status judge(replay *r, orchard_ctx *ctx, orch_audit_report *report)
+{
+    const orch_op_entry *entry = &orch_op_entries[r->record.op];
+    const orch_call call = {.ctx = ctx,
+                            .op = r->record.op,
+                            .problem = r->problem,
+                            .operands = r->record.operands,
+                            .operand_count = r->record.operand_count};
+    memset(report, 0, sizeof *report);
+    ORCH_TRY(entry->check(ctx, r->record.args, r->problem));
+    if (entry->audit) {
+        const uint64_t mode = orch_float_mode_enter();
+        entry->audit(&call, 0, ORCH_AUDIT_ALL, report);
+        orch_float_mode_leave(mode);
+    }
+    return ORCHARD_OK;
+}
+
+/* Copies the file's outputs; in their place stands what no backend writes. */
+static orchard_status set_aside(replay *r, orchard_ctx *ctx)
+{
+    for (int32_t i = 0; i < r->record.operand_count; i++) {
+        const size_t bytes = r->record.blocks.of[i].bytes;
+        if (r->record.operands[i].role != ORCH_OUTPUT || !r->record.blocks.of[i].data) {
+            continue;
+        }
+        void *copy = ctx->alloc(ctx->alloc_user, NULL, 0, bytes);
+        if (!copy) {
+            return orch_fail(ORCHARD_ERROR_MEMORY, "replay: no memory for %zu bytes", bytes);
+        }
+        r->outputs.of[i].data = copy;
+        r->outputs.of[i].bytes = bytes;
+        memcpy(copy, r->record.blocks.of[i].data, bytes);
+        memset(r->record.blocks.of[i].data, 0xff, bytes);
+    }
+    return ORCHARD_OK;
+}
+
+static void compare(const replay *r, int32_t place, orchard_replay_output *out)
+{
+    const orchard_tensor *tensor = r->record.operands[place].tensor;
+    const char *now = tensor->data, *then = r->outputs.of[place].data;
+    const size_t element = orchard_dtype_size(tensor->dtype);
+    int64_t index[ORCHARD_MAX_RANK] = {0}, at = 0;
+    int32_t dim = orch_tensor_extent(tensor) ? 0 : -1;
+    while (dim >= 0) {
+        const double x = orch_element_load(tensor->dtype, now, at);
+        const double y = orch_element_load(tensor->dtype, then, at);
+        const double off = isnan(x) && isnan(y) ? 0 : x == y ? 0 : fabs(x - y);
+        out->elements++;
+        out->differing +=
+            memcmp(now + (size_t)at * element, then + (size_t)at * element, element) != 0;
+        out->from_recorded = fmax(out->from_recorded, isnan(off) ? INFINITY : off);
+        for (dim = tensor->rank - 1; dim >= 0; dim--) {
+            at += tensor->stride[dim];
+            if (++index[dim] < tensor->size[dim]) {
+                break;
+            }
+            at -= tensor->stride[dim] * tensor->size[dim];
+            index[dim] = 0;
+        }
+    }
+}
+
+static const orch_audit_output *judged(const orch_audit_report *report, const char *name)
+{
+    static const orch_audit_output nothing;
+    for (int32_t i = 0; i < report->count; i++) {
+        if (strcmp(report->of[i].operand, name) == 0) {
+            return &report->of[i];
+        }
+    }
+    return &nothing;
+}
+
+static void tell(const replay *r, orchard_replay_result *result)
+{
+    for (int32_t i = 0; i < r->record.operand_count; i++) {
+        if (!r->outputs.of[i].data || result->output_count == ORCHARD_MAX_OUTPUTS) {
+            continue;
+        }
+        const char *name = r->record.operands[i].name;
+        const orch_audit_output *now = judged(&r->now, name), *then = judged(&r->recorded, name);
+        orchard_replay_output *out = &result->output[result->output_count++];
+        snprintf(out->name, sizeof out->name, "%s", name);
+        out->deviation = now->deviation;
+        out->share = now->share;
+        out->recorded_deviation = then->deviation;
+        out->recorded_share = then->share;
+        compare(r, i, out);
+    }
+}
+
+static orchard_status run(replay *r, orchard_ctx *ctx, orchard_replay_result *result)
+{
+    const char *op = orch_op_entries[r->record.op].name;
+    const uint32_t version = r->record.version;
+    orchard_explanation explained;
+    snprintf(result->op, sizeof result->op, "%s", op);
+    snprintf(result->version, sizeof result->version, "%u.%u.%u", version / 10000 % 1000,
+             version / 100 % 100, version % 100);
+    memcpy(result->story, r->record.story, sizeof result->story);
+    ORCH_TRY(orchard_explain(ctx, op, r->record.args, &explained));
+    ORCH_TRY(judge(r, ctx, &r->recorded));
+    ORCH_TRY(set_aside(r, ctx));
+    ORCH_TRY(orch_dispatch(ctx, r->record.op, r->record.args));
+    snprintf(result->backend, sizeof result->backend, "%s",
+             explained.backend ? explained.backend : "");
+    ORCH_TRY(judge(r, ctx, &r->now));
+    tell(r, result);
+    return ORCHARD_OK;
+}
+
+orchard_status orchard_replay(orchard_ctx *ctx, const char *path, orchard_replay_result *result)
+{
+    if (!ctx || !path || !result) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "replay: %s is NULL",
+                         !ctx    ? "ctx"
+                         : !path ? "path"
+                                 : "result");
+    }
+    memset(result, 0, sizeof *result);
+    replay *r = ctx->alloc(ctx->alloc_user, NULL, 0, sizeof *r);
+    if (!r) {
+        return orch_fail(ORCHARD_ERROR_MEMORY, "replay: no memory for %zu bytes", sizeof *r);
+    }
+    memset(r, 0, sizeof *r);
+    r->outputs.ctx = ctx;
+    orchard_status status = orch_record_read(ctx, path, &r->record);
+    if (!status) {
+        status = run(r, ctx, result);
+        free_copies(r);
+    }
+    ctx->alloc(ctx->alloc_user, r, sizeof *r, 0);
+    return status;
+}

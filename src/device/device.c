@@ -1,0 +1,287 @@
+/* Open devices of the process, and the kernels compiled for each. */
+#include "device/device.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* A kernel, or why there is none. Found by comparing whole texts: they begin with their defines, so
+ * different ones differ early, and nothing has to be hashed at each launch. */
+typedef struct kernel_entry {
+    struct kernel_entry *next;
+    orch_kernel *kernel;
+    orchard_status status;
+    char *sentence;     /* why, behind the text in the same memory */
+    size_t name_length; /* the name begins `strings`, the text follows */
+    size_t text_length;
+    char strings[];
+} kernel_entry;
+
+struct orch_device_shared {
+    int64_t references;
+    pid_t pid;
+    pthread_mutex_t lock; /* guards the kernels */
+    kernel_entry *kernels;
+};
+
+/* ---- Kernels --------------------------------------------------------------------------------- */
+
+static kernel_entry *find_kernel(struct orch_device_shared *shared, const char *name,
+                                 const char *text)
+{
+    size_t name_length = strlen(name), text_length = strlen(text);
+    for (kernel_entry *entry = shared->kernels; entry; entry = entry->next) {
+        if (entry->name_length == name_length && entry->text_length == text_length &&
+            memcmp(entry->strings, name, name_length) == 0 &&
+            memcmp(entry->strings + name_length + 1, text, text_length) == 0) {
+            return entry;
+        }
+    }
+    return NULL;
+}
+
+static kernel_entry *make_entry(const char *name, const char *text, orchard_status status)
+{
+    const char *sentence = status == ORCHARD_OK ? "" : orchard_last_error();
+    size_t name_length = strlen(name), text_length = strlen(text), length = strlen(sentence);
+    kernel_entry *entry = malloc(sizeof *entry + name_length + text_length + length + 3);
+    if (entry) {
+        *entry = (kernel_entry){
+            .status = status, .name_length = name_length, .text_length = text_length};
+        memcpy(entry->strings, name, name_length + 1);
+        memcpy(entry->strings + name_length + 1, text, text_length + 1);
+        entry->sentence = entry->strings + name_length + text_length + 2;
+        memcpy(entry->sentence, sentence, length + 1);
+    }
+    return entry;
+}
+
+static orchard_status no_memory(const char *name, size_t bytes)
+{
+    return orch_fail(ORCHARD_ERROR_MEMORY, "%s: no host memory for %zu bytes", name, bytes);
+}
+
+static const char same[] = "%s"; /* a sentence that was said before */
+
+static orchard_status kernel_locked(orch_device *device, const char *name, const char *text,
+                                    const orch_kernel **kernel)
+{
+    struct orch_device_shared *shared = device->shared;
+    kernel_entry *entry = find_kernel(shared, name, text);
+    if (entry) {
+        *kernel = entry->kernel;
+        return entry->status == ORCHARD_OK ? ORCHARD_OK
+                                           : orch_fail(entry->status, same, entry->sentence);
+    }
+    orch_kernel *made = NULL;
+    orchard_status status = device->class->compile(device, name, text, &made);
+    /* Running out of memory passes, and a lost device tells of itself: only the compiler's word
+     * is kept. */
+    if (status != ORCHARD_OK && status != ORCHARD_ERROR_COMPILE) {
+        return status;
+    }
+    entry = make_entry(name, text, status);
+    if (!entry) {
+        if (made) {
+            device->class->release_kernel(device, made);
+        }
+        return no_memory(device->class->name, strlen(text));
+    }
+    entry->kernel = made;
+    entry->next = shared->kernels;
+    shared->kernels = entry;
+    *kernel = made;
+    return status;
+}
+
+static orchard_status forked(const char *name)
+{
+    return orch_fail(ORCHARD_ERROR_DEVICE,
+                     "%s: the process was forked after the device had been opened; open it in the "
+                     "child only",
+                     name);
+}
+
+orchard_status orch_device_kernel(orch_device *device, const char *name, const char *text,
+                                  const orch_kernel **kernel)
+{
+    *kernel = NULL;
+    if (device->shared->pid != getpid()) { /* the lock may be held by a thread that is not here */
+        return forked(device->class->name);
+    }
+    pthread_mutex_lock(&device->shared->lock);
+    orchard_status status = kernel_locked(device, name, text, kernel);
+    pthread_mutex_unlock(&device->shared->lock);
+    return status;
+}
+
+/* ---- Open devices ---------------------------------------------------------------------------- */
+
+/* What is known about each kind. Drivers do not survive fork (their threads are gone), so `pid`
+ * tells who first asked for one, and a child does not try again. */
+static struct {
+    orch_device *device; /* the default one, while open */
+    pid_t pid;           /* 0: nobody asked yet */
+    orchard_status status;
+    bool lost;          /* it was, once */
+    char sentence[512]; /* why the search failed, if status is not ORCHARD_OK; or why it was lost */
+} slots[ORCH_DEVICE_KINDS];
+
+static pthread_mutex_t registry = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t prepared = PTHREAD_ONCE_INIT;
+
+/* Another thread may hold the lock at a fork; it is not in the child. Nothing is locked before the
+ * fork, since a driver may fork while we open it. What is half done in a slot then does no harm:
+ * its pid is written first, and keeps the child away. */
+static void after_fork_in_child(void)
+{
+    pthread_mutex_init(&registry, NULL);
+}
+
+static void prepare(void)
+{
+    pthread_atfork(NULL, NULL, after_fork_in_child);
+}
+
+void orch_device_lose(orch_device *device, const char *why)
+{
+    static pthread_mutex_t losing = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&losing);
+    if (!device->lost) {
+        snprintf(device->lost_why, sizeof device->lost_why, "%s", why);
+        device->lost = true;
+    }
+    pthread_mutex_unlock(&losing);
+}
+
+static const char *const names[] = {[ORCH_METAL] = "metal", [ORCH_OPENCL] = "opencl"};
+
+static orchard_status open_kind(orch_device_kind kind, const orch_device_request *request,
+                                orch_device **device)
+{
+    *device = NULL;
+    if (slots[kind].pid && slots[kind].pid != getpid()) {
+        return forked(names[kind]);
+    }
+    slots[kind].pid = getpid();
+    orchard_status status =
+        kind == ORCH_METAL ? orch_metal_open(request, device) : orch_opencl_open(request, device);
+    ORCH_TRY(status);
+    struct orch_device_shared *shared = calloc(1, sizeof *shared);
+    if (!shared) {
+        (*device)->class->close(*device);
+        *device = NULL;
+        return no_memory(names[kind], sizeof *shared);
+    }
+    shared->references = 1;
+    shared->pid = getpid();
+    pthread_mutex_init(&shared->lock, NULL);
+    (*device)->shared = shared;
+    return ORCHARD_OK;
+}
+
+/* A lost device might work when it is opened afresh, or lose one batch after the other. Nobody can
+ * know, and training must go on: a new context gets none, and the next backend takes over. */
+static void note_loss(int32_t kind)
+{
+    slots[kind].lost = true;
+    snprintf(slots[kind].sentence, sizeof slots[kind].sentence, "%s", slots[kind].device->lost_why);
+}
+
+/* The default device, opened at the first call that asks for it. */
+static orch_device *open_default(orch_device_kind kind, const orch_device_request *request)
+{
+    orch_device *device = slots[kind].device;
+    if (device && device->lost) {
+        note_loss(kind);
+    }
+    if (slots[kind].lost) {
+        orch_fail(ORCHARD_ERROR_DEVICE, "%s: the device was lost: %s", names[kind],
+                  slots[kind].sentence);
+        return NULL;
+    }
+    if (device && device->shared->pid == getpid()) {
+        device->shared->references++;
+        return device;
+    }
+    if (slots[kind].status != ORCHARD_OK) {
+        orch_fail(slots[kind].status, same, slots[kind].sentence);
+        return NULL;
+    }
+    orchard_status status = open_kind(kind, request, &device);
+    slots[kind].device = device;
+    if (status != ORCHARD_OK && status != ORCHARD_ERROR_MEMORY) {
+        slots[kind].status = status;
+        snprintf(slots[kind].sentence, sizeof slots[kind].sentence, "%s", orchard_last_error());
+    }
+    return device;
+}
+
+orch_device *orch_device_open(orch_device_kind kind, const orch_device_request *request)
+{
+    static const orch_device_request none;
+    orch_device *device = NULL;
+    request = request ? request : &none;
+    bool own = kind == ORCH_METAL ? request->metal_device || request->metal_queue
+                                  : request->opencl_context || request->opencl_queue;
+    pthread_once(&prepared, prepare);
+    /* A driver's threads inherit the mask: the process's signals are for the caller's threads. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_mutex_lock(&registry);
+    if (own) {
+        open_kind(kind, request, &device);
+    } else {
+        device = open_default(kind, request);
+    }
+    pthread_mutex_unlock(&registry);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return device;
+}
+
+orch_device *orch_device_retain(orch_device *device)
+{
+    pthread_mutex_lock(&registry);
+    device->shared->references++;
+    pthread_mutex_unlock(&registry);
+    return device;
+}
+
+void orch_device_close(orch_device *device)
+{
+    if (!device) {
+        return;
+    }
+    struct orch_device_shared *shared = device->shared;
+    pthread_mutex_lock(&registry);
+    bool last = --shared->references == 0;
+    for (int32_t kind = 0; last && kind < ORCH_DEVICE_KINDS; kind++) {
+        if (slots[kind].device == device) {
+            if (device->lost) {
+                note_loss(kind);
+            }
+            slots[kind].device = NULL;
+        }
+    }
+    pthread_mutex_unlock(&registry);
+    if (!last) {
+        return;
+    }
+    for (kernel_entry *entry = shared->kernels; entry;) {
+        kernel_entry *next = entry->next;
+        if (entry->kernel) {
+            device->class->release_kernel(device, entry->kernel);
+        }
+        free(entry);
+        entry = next;
+    }
+    device->class->close(device);
+    if (shared->pid == getpid()) {
+        pthread_mutex_destroy(&shared->lock);
+    }
+    free(shared);
+}

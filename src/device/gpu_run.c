@@ -1,0 +1,203 @@
+/* Plan, resolve memory, compile, launch: the same for every room and both devices. */
+#include "device/gpu_run.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "core/buffer.h"
+#include "core/context.h"
+#include "core/tensor.h"
+#include "device/resolve.h"
+
+extern const char orch_text_prelude_cl[], orch_text_prelude_metal[];
+
+static const char no_device[ORCH_DEVICE_KINDS][40] = {
+    [ORCH_METAL] = "no Metal device could be opened",
+    [ORCH_OPENCL] = "no OpenCL device could be opened"};
+static const char is_cpu[] = "the device is this CPU, which the cpu backend uses better";
+static const char elsewhere[] = "an operand lies in private memory of another device";
+static const char buffer_too_large[] = "an operand is larger than the device's largest buffer";
+
+/* ---- Plan ------------------------------------------------------------------------------------ */
+
+static const char *plan_call(const orch_call *call, orch_device **device, orch_gpu_plan *plan)
+{
+    const orch_device_kind kind = call->backend->device_kind;
+    *device = orch_ctx_device(call->ctx, kind);
+    if (!*device) {
+        return no_device[kind];
+    }
+    if ((*device)->caps.is_cpu && !call->ctx->backends_named) {
+        return is_cpu;
+    }
+    for (int32_t i = 0; i < call->operand_count; i++) {
+        const orchard_tensor *tensor = call->operands[i].tensor;
+        const orchard_buffer *buffer = call->operands[i].buffer;
+        const uint64_t extent = orch_tensor_present(tensor) ? orch_tensor_extent(tensor) : 0;
+        if (extent > (*device)->caps.buffer_bytes) {
+            return buffer_too_large;
+        }
+        if (extent && buffer && buffer->device != *device && !buffer->memory.contents) {
+            return elsewhere;
+        }
+    }
+    memset(plan, 0, sizeof *plan);
+    return call->backend->slots[call->op]->device_plan(call->problem, &(*device)->caps, plan);
+}
+
+const char *orch_gpu_ask(const orch_call *call, size_t *scratch_bytes)
+{
+    orch_device *device;
+    orch_gpu_plan plan;
+    const char *reason = plan_call(call, &device, &plan);
+    for (int32_t i = 0; !reason && i < plan.scratch_count; i++) {
+        *scratch_bytes += plan.scratch_bytes[i];
+    }
+    return reason;
+}
+
+/* ---- Kernels --------------------------------------------------------------------------------- */
+
+static orchard_status kernel_of(orchard_ctx *ctx, orch_device *device,
+                                const orch_gpu_launch *launch, const orch_kernel **kernel)
+{
+    const char *prelude = strcmp(device->class->language, "metal") == 0 ? orch_text_prelude_metal
+                                                                        : orch_text_prelude_cl;
+    const char *parts[5] = {launch->defines, prelude, launch->common,
+                            launch->helpers ? launch->helpers : "", launch->text};
+    size_t bytes = 1;
+    for (int i = 0; i < 5; i++) {
+        bytes += strlen(parts[i]);
+    }
+    char *text = ctx->alloc(ctx->alloc_user, NULL, 0, bytes);
+    if (!text) {
+        return orch_fail(ORCHARD_ERROR_MEMORY, "%s: no memory for its text (%zu bytes)",
+                         launch->name, bytes);
+    }
+    char *at = text;
+    for (int i = 0; i < 5; i++) {
+        const size_t length = strlen(parts[i]);
+        memcpy(at, parts[i], length);
+        at += length;
+    }
+    *at = 0;
+    const orchard_status status = orch_device_kernel(device, launch->name, text, kernel);
+    ctx->alloc(ctx->alloc_user, text, bytes, 0);
+    return status;
+}
+
+/* ---- Scratch --------------------------------------------------------------------------------- */
+
+/* Kept by the context and reused by its next call, which the queue runs later. */
+static orchard_status reserve_scratch(orchard_ctx *ctx, orch_device *device, orch_device_kind kind,
+                                      const orch_gpu_plan *plan)
+{
+    for (int32_t i = 0; i < plan->scratch_count; i++) {
+        orch_memory *memory = &ctx->device_scratch[kind][i];
+        if (memory->handle && memory->bytes >= plan->scratch_bytes[i]) {
+            continue;
+        }
+        if (memory->handle) {
+            ORCH_TRY(device->class->wait(device, NULL));
+            device->class->release(device, memory);
+            *memory = (orch_memory){0};
+        }
+        ORCH_TRY(device->class->allocate(device, plan->scratch_bytes[i], ORCHARD_STORAGE_PRIVATE,
+                                         memory));
+    }
+    return ORCHARD_OK;
+}
+
+/* ---- Launch ---------------------------------------------------------------------------------- */
+
+static void fill_arguments(orch_launch *launch, const orch_call *call, const orch_gpu_plan *plan,
+                           const orch_resolution_table *table)
+{
+    const orch_device_kind kind = call->backend->device_kind;
+    void *some = NULL; /* what absent operands are bound to */
+    for (int32_t i = 0; i < call->operand_count && !some; i++) {
+        some = table->binding[i].handle;
+    }
+    int32_t n = 0;
+    for (int32_t i = 0; i < call->operand_count; i++) {
+        void *handle = table->binding[i].handle;
+        launch->argument[n++] = (orch_argument){.handle = handle ? handle : some};
+    }
+    for (int32_t i = 0; i < plan->scratch_count; i++) {
+        launch->argument[n++] =
+            (orch_argument){.handle = call->ctx->device_scratch[kind][i].handle};
+    }
+    launch->argument[n++] =
+        (orch_argument){.data = plan->ints, .bytes = (size_t)plan->int_count * sizeof *plan->ints};
+    launch->argument[n++] = (orch_argument){
+        .data = plan->floats, .bytes = (size_t)plan->float_count * sizeof *plan->floats};
+    launch->argument_count = n;
+}
+
+/* All launches in one batch, which is committed only when every one of them was accepted. */
+static orchard_status launch_all(const orch_call *call, orch_device *device,
+                                 const orch_gpu_plan *plan, const orch_kernel *const *kernels,
+                                 const orch_resolution_table *table)
+{
+    orch_launch launch;
+    orch_batch *batch;
+    fill_arguments(&launch, call, plan, table);
+    ORCH_TRY(device->class->begin(device, &batch));
+    for (int32_t i = 0; i < plan->launch_count; i++) {
+        launch.kernel = kernels[i];
+        memcpy(launch.groups, plan->launch[i].groups, sizeof launch.groups);
+        launch.threads = plan->launch[i].threads;
+        const orchard_status status = device->class->launch(batch, &launch);
+        if (status) {
+            device->class->abandon(batch);
+            return status;
+        }
+    }
+    return device->class->commit(batch);
+}
+
+/* Host memory was bound: the caller expects to read it when the call returns. What fails now, after
+ * commit, is the device's end. */
+static orchard_status finish(orch_device *device, orch_resolution_table *table)
+{
+    orchard_status status = ORCHARD_OK;
+    orch_resolve_count(table);
+    if (table->region_count) {
+        status = device->class->wait(device, NULL);
+        status = status ? status : orch_resolve_store(table);
+    }
+    if (status) {
+        orch_device_lose(device, orchard_last_error());
+    }
+    orch_resolve_release(table);
+    return status;
+}
+
+orchard_status orch_gpu_run(const orch_call *call, void *scratch)
+{
+    orch_device *device;
+    orch_gpu_plan plan;
+    orch_resolution_table table;
+    const orch_kernel *kernels[ORCH_GPU_MAX_LAUNCHES];
+    (void)scratch;
+    const char *reason = plan_call(call, &device, &plan);
+    if (reason) {
+        return orch_fail(ORCHARD_ERROR_INTERNAL, "%s: a plan changed its mind: %s",
+                         orch_op_entries[call->op].name, reason);
+    }
+    for (int32_t i = 0; i < plan.launch_count; i++) {
+        ORCH_TRY(kernel_of(call->ctx, device, &plan.launch[i], &kernels[i]));
+    }
+    ORCH_TRY(reserve_scratch(call->ctx, device, call->backend->device_kind, &plan));
+    ORCH_TRY(orch_resolve(&table, call, device));
+    for (int32_t i = 0; i < call->operand_count; i++) {
+        const size_t element = orchard_dtype_size(call->operands[i].tensor->dtype);
+        plan.ints[i] = element ? (int64_t)(table.binding[i].offset / element) : 0;
+    }
+    const orchard_status status = launch_all(call, device, &plan, kernels, &table);
+    if (status) {
+        orch_resolve_release(&table);
+        return status;
+    }
+    return finish(device, &table);
+}

@@ -1,0 +1,198 @@
+/* Compiled programs on disk: one file for each key, in ORCHARD_CACHE (0 or empty: no cache), else
+ * $XDG_CACHE_HOME/orchard, else ~/.cache/orchard.
+ *
+ * A file is a header (magic, version, key, length, checksum) and the data. It is written under
+ * another name and renamed, so a reader sees a whole file or none; all the same nothing in it is
+ * believed: a file that is not ours, not regular, too long, too short or does not add up is removed
+ * and counts as absent. */
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "device/device.h"
+
+#define MAX_BYTES ((uint64_t)256 << 20)
+
+typedef struct header {
+    char magic[8];
+    uint64_t version;
+    orch_cache_key key;
+    uint64_t bytes, checksum;
+} header;
+
+static const char magic[8] = "orchard";
+#define VERSION 1
+
+/* ---- Keys ------------------------------------------------------------------------------------ */
+
+static uint64_t mix(uint64_t x)
+{
+    x = (x ^ x >> 32) * 0xd6e8feb86659fd93u;
+    x = (x ^ x >> 32) * 0xd6e8feb86659fd93u;
+    return x ^ x >> 32;
+}
+
+/* Two hashes of different make, side by side. */
+static void hash(orch_cache_key *key, const void *data, size_t bytes)
+{
+    const unsigned char *from = data;
+    for (size_t i = 0; i < bytes; i++) {
+        key->word[0] = (key->word[0] ^ from[i]) * 0x100000001b3u;
+        key->word[1] = (key->word[1] << 5 | key->word[1] >> 59) * 0x9e3779b97f4a7c15u + from[i];
+    }
+}
+
+orch_cache_key orch_cache_key_of(const char *const *strings, int32_t count)
+{
+    orch_cache_key key = {{0xcbf29ce484222325u, 0x2545f4914f6cdd1du}};
+    for (int32_t i = 0; i < count; i++) {
+        hash(&key, strings[i], strlen(strings[i]) + 1); /* with its end: "ab" "c" is not "a" "bc" */
+    }
+    return (orch_cache_key){{mix(key.word[0]), mix(key.word[1] ^ key.word[0])}};
+}
+
+static uint64_t checksum(const void *data, size_t bytes)
+{
+    orch_cache_key key = {{bytes, bytes}};
+    hash(&key, data, bytes);
+    return mix(key.word[0] ^ mix(key.word[1]));
+}
+
+/* ---- Files ----------------------------------------------------------------------------------- */
+
+/* Writes the cache's directory, made if need be; false: there is no cache. */
+static bool find_directory(char *path, size_t bytes, bool make)
+{
+    const char *cache = getenv("ORCHARD_CACHE"), *xdg = getenv("XDG_CACHE_HOME"),
+               *home = getenv("HOME");
+    int length = -1;
+    if (cache) {
+        if (*cache && strcmp(cache, "0") != 0) {
+            length = snprintf(path, bytes, "%s", cache);
+        }
+    } else if (xdg && *xdg == '/') {
+        length = snprintf(path, bytes, "%s/orchard", xdg);
+    } else if (home && *home == '/') {
+        length = snprintf(path, bytes, "%s/.cache/orchard", home);
+    }
+    if (length <= 0 || (size_t)length >= bytes) {
+        return false;
+    }
+    for (char *slash = strchr(path + 1, '/'); make && slash; slash = strchr(slash + 1, '/')) {
+        *slash = 0;
+        mkdir(path, 0700);
+        *slash = '/';
+    }
+    if (make) {
+        mkdir(path, 0700);
+    }
+    return true;
+}
+
+/* The file of a key, with room for what mkstemp wants. */
+static bool find_file(orch_cache_key key, bool make, char *path, size_t bytes)
+{
+    char directory[PATH_MAX - 64];
+    if (!find_directory(directory, sizeof directory, make)) {
+        return false;
+    }
+    snprintf(path, bytes, "%s/%016llx%016llx", directory, (unsigned long long)key.word[0],
+             (unsigned long long)key.word[1]);
+    return true;
+}
+
+static bool read_all(int file, void *to, size_t bytes)
+{
+    char *at = to;
+    while (bytes > 0) {
+        ssize_t got = read(file, at, bytes);
+        if (got <= 0) {
+            return false;
+        }
+        at += got;
+        bytes -= (size_t)got;
+    }
+    return true;
+}
+
+static bool write_all(int file, const void *from, size_t bytes)
+{
+    const char *at = from;
+    while (bytes > 0) {
+        ssize_t put = write(file, at, bytes);
+        if (put <= 0) {
+            return false;
+        }
+        at += put;
+        bytes -= (size_t)put;
+    }
+    return true;
+}
+
+/* The data of an open file; NULL if anything about it is wrong. */
+static void *load(int file, orch_cache_key key, size_t *bytes)
+{
+    struct stat about;
+    header head;
+    if (fstat(file, &about) != 0 || !S_ISREG(about.st_mode) || about.st_uid != geteuid() ||
+        (about.st_mode & (S_IWGRP | S_IWOTH)) || !read_all(file, &head, sizeof head)) {
+        return NULL;
+    }
+    if (memcmp(head.magic, magic, sizeof magic) != 0 || head.version != VERSION ||
+        memcmp(&head.key, &key, sizeof key) != 0 || head.bytes == 0 || head.bytes > MAX_BYTES ||
+        (uint64_t)about.st_size != sizeof head + head.bytes) {
+        return NULL;
+    }
+    void *data = malloc((size_t)head.bytes);
+    if (data && (!read_all(file, data, (size_t)head.bytes) ||
+                 checksum(data, (size_t)head.bytes) != head.checksum)) {
+        free(data);
+        data = NULL;
+    }
+    *bytes = (size_t)head.bytes;
+    return data;
+}
+
+void *orch_cache_load(orch_cache_key key, size_t *bytes)
+{
+    char path[PATH_MAX];
+    if (!find_file(key, false, path, sizeof path)) {
+        return NULL;
+    }
+    /* O_NONBLOCK: a FIFO in its place must not stop us. */
+    int file = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
+    if (file < 0) {
+        return NULL;
+    }
+    void *data = load(file, key, bytes);
+    close(file);
+    if (!data) {
+        unlink(path);
+    }
+    return data;
+}
+
+void orch_cache_store(orch_cache_key key, const void *data, size_t bytes)
+{
+    char path[PATH_MAX], temporary[PATH_MAX + 8];
+    if (bytes == 0 || bytes > MAX_BYTES || !find_file(key, true, path, sizeof path)) {
+        return;
+    }
+    snprintf(temporary, sizeof temporary, "%s.XXXXXX", path);
+    int file = mkstemp(temporary); /* made by this call, 0600 */
+    if (file < 0) {
+        return;
+    }
+    header head = {.version = VERSION, .key = key, .bytes = bytes};
+    memcpy(head.magic, magic, sizeof magic);
+    head.checksum = checksum(data, bytes);
+    bool written = write_all(file, &head, sizeof head) && write_all(file, data, bytes);
+    written = close(file) == 0 && written;
+    if (!written || rename(temporary, path) != 0) {
+        unlink(temporary);
+    }
+}

@@ -1,0 +1,250 @@
+/* The Metal device: opening it, compiling for it, closing it. The map of the files is in
+ * metal_device.h. */
+#include "device/metal_device.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+/* ---- Failing --------------------------------------------------------------------------------- */
+
+const char *orch_metal_error_text(const orch_metal_device *device, id error)
+{
+    id text = error ? orch_mtl_error_description(&device->api, error) : NULL;
+    return text ? orch_mtl_string_text(&device->api, text) : "no reason was given";
+}
+
+orchard_status orch_metal_usable(orch_metal_device *device)
+{
+    if (device->pid != getpid()) {
+        return orch_fail(ORCHARD_ERROR_DEVICE,
+                         "metal: the device was opened before fork and cannot be used after it");
+    }
+    return device->base.lost ? orch_fail(ORCHARD_ERROR_DEVICE, "metal: the device is lost: %s",
+                                         device->base.lost_why)
+                             : ORCHARD_OK;
+}
+
+orchard_status orch_metal_no_memory(size_t bytes, const char *storage)
+{
+    return orch_fail(ORCHARD_ERROR_MEMORY, "metal: no %s memory for %zu bytes", storage, bytes);
+}
+
+/* ---- Kernels --------------------------------------------------------------------------------- */
+
+/* IEEE arithmetic: no fast math, whatever the system's default is. */
+static id compile_options(const orch_metal_device *device)
+{
+    const struct orch_metal *api = &device->api;
+    id options = orch_mtl_class_new(api, api->objc_getClass("MTLCompileOptions"));
+    if (options) {
+        orch_mtl_options_set_language(api, options, ORCH_MTL_LANGUAGE_2_4);
+        if (orch_mtl_object_responds(api, options,
+                                     api->selectors[ORCH_MSG_options_set_math_mode])) {
+            orch_mtl_options_set_math_mode(api, options, ORCH_MTL_MATH_SAFE);
+        } else {
+            orch_mtl_options_set_fast_math(api, options, 0);
+        }
+    }
+    return options;
+}
+
+/* From text to pipeline; nil and *why, which the caller's pool keeps. */
+static id make_pipeline(const orch_metal_device *device, const char *name, const char *text,
+                        const char **why)
+{
+    const struct orch_metal *api = &device->api;
+    id error = NULL, options = compile_options(device), pipeline = NULL;
+    id string_class = api->objc_getClass("NSString");
+    id source = orch_mtl_string_make(api, string_class, text);
+    id library = source && options
+                     ? orch_mtl_device_new_library(api, device->device, source, options, &error)
+                     : NULL;
+    *why = library ? "" : orch_metal_error_text(device, error);
+    id function = library ? orch_mtl_library_new_function(
+                                api, library, orch_mtl_string_make(api, string_class, name))
+                          : NULL;
+    if (library && !function) {
+        *why = "the text has no kernel of that name";
+    }
+    if (function) {
+        error = NULL;
+        pipeline = orch_mtl_device_new_pipeline(api, device->device, function, &error);
+        *why = pipeline ? "" : orch_metal_error_text(device, error);
+        orch_mtl_object_release(api, function);
+    }
+    if (library) {
+        orch_mtl_object_release(api, library);
+    }
+    if (options) {
+        orch_mtl_object_release(api, options);
+    }
+    return pipeline;
+}
+
+static orchard_status metal_compile(orch_device *base, const char *name, const char *text,
+                                    orch_kernel **out)
+{
+    orch_metal_device *device = (orch_metal_device *)base;
+    const char *why;
+    *out = NULL;
+    ORCH_TRY(orch_metal_usable(device));
+    orch_kernel *kernel = calloc(1, sizeof *kernel);
+    if (!kernel) {
+        return orch_metal_no_memory(sizeof *kernel, "host");
+    }
+    void *pool = device->api.objc_autoreleasePoolPush();
+    orchard_status status = ORCHARD_OK;
+    kernel->pipeline = make_pipeline(device, name, text, &why);
+    if (kernel->pipeline) {
+        kernel->most_threads = orch_mtl_pipeline_max_threads(&device->api, kernel->pipeline);
+        snprintf(kernel->name, sizeof kernel->name, "%s", name);
+        *out = kernel;
+    } else {
+        status = orch_fail(ORCHARD_ERROR_COMPILE, "metal: kernel %s does not compile: %.400s", name,
+                           why);
+        free(kernel);
+    }
+    device->api.objc_autoreleasePoolPop(pool);
+    return status;
+}
+
+static void metal_release_kernel(orch_device *base, orch_kernel *kernel)
+{
+    orch_metal_device *device = (orch_metal_device *)base;
+    if (device->pid == getpid()) {
+        orch_mtl_object_release(&device->api, kernel->pipeline);
+    }
+    free(kernel);
+}
+
+/* ---- Opening --------------------------------------------------------------------------------- */
+
+static void metal_close(orch_device *base)
+{
+    orch_metal_device *device = (orch_metal_device *)base;
+    if (device->pid == getpid()) {
+        (void)orch_metal_wait(base, NULL);
+        if (device->queue) {
+            orch_mtl_object_release(&device->api, device->queue);
+        }
+        if (device->device) {
+            orch_mtl_object_release(&device->api, device->device);
+        }
+        pthread_mutex_destroy(&device->lock);
+    }
+    free(device); /* the libraries stay open: the Objective-C runtime cannot be unloaded */
+}
+
+static const orch_device_class metal_class = {
+    .name = "metal",
+    .language = "metal",
+    .allocate = orch_metal_allocate,
+    .wrap_host = orch_metal_wrap_host,
+    .wrap_handle = orch_metal_wrap_handle,
+    .release = orch_metal_release,
+    .write = orch_metal_write,
+    .read = orch_metal_read,
+    .compile = metal_compile,
+    .release_kernel = metal_release_kernel,
+    .begin = orch_metal_begin,
+    .launch = orch_metal_launch,
+    .copy = orch_metal_copy,
+    .commit = orch_metal_commit,
+    .abandon = orch_metal_abandon,
+    .wait = orch_metal_wait,
+    .close = metal_close,
+};
+
+static orchard_status open_libraries(orch_metal_device *device)
+{
+#define PATH(name, path) path,
+    static const char *const paths[] = {ORCH_METAL_LIBRARIES(PATH)};
+#undef PATH
+    const char *other = getenv("ORCHARD_METAL_LIBRARY");
+    other = other && *other ? other : NULL;
+#ifndef __APPLE__
+    if (!other) {
+        return orch_fail(ORCHARD_ERROR_DEVICE, "metal: this is not a Mac");
+    }
+#endif
+    for (int i = 0; i < ORCH_METAL_LIBRARY_COUNT; i++) {
+        device->libraries[i] = dlopen(other ? other : paths[i], RTLD_NOW | RTLD_GLOBAL);
+        if (!device->libraries[i]) {
+            return orch_fail(ORCHARD_ERROR_DEVICE, "metal: %s", dlerror());
+        }
+    }
+    const char *missing = orch_metal_link(&device->api, device->libraries, dlsym);
+    return missing ? orch_fail(ORCHARD_ERROR_DEVICE, "metal: %s is missing", missing) : ORCHARD_OK;
+}
+
+/* The caller's device and queue, or the system's. */
+static orchard_status take_queue(orch_metal_device *device, const orch_device_request *request)
+{
+    const struct orch_metal *api = &device->api;
+    id queue = request->metal_queue, own = request->metal_device;
+    if (own && !queue) {
+        device->device = orch_mtl_object_retain(api, own);
+    } else if (queue) {
+        id of_queue = orch_mtl_queue_device(api, queue);
+        if (own && own != of_queue) {
+            return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                             "metal: metal_queue belongs to another device than metal_device");
+        }
+        device->device = orch_mtl_object_retain(api, of_queue);
+        device->queue = orch_mtl_object_retain(api, queue);
+    } else {
+        device->device = api->MTLCreateSystemDefaultDevice();
+    }
+    if (!device->device) {
+        return orch_fail(ORCHARD_ERROR_DEVICE, "metal: the system has no Metal device");
+    }
+    device->queue = device->queue ? device->queue : orch_mtl_device_new_queue(api, device->device);
+    return device->queue ? ORCHARD_OK
+                         : orch_fail(ORCHARD_ERROR_DEVICE, "metal: the device gave no queue");
+}
+
+static void read_caps(orch_metal_device *device)
+{
+    const struct orch_metal *api = &device->api;
+    orch_device_caps *caps = &device->base.caps;
+    id name = orch_mtl_device_name(api, device->device);
+    caps->group_threads = ORCH_MTL_MAX_THREADS;
+    caps->simd_width = 32;
+    caps->local_bytes = orch_mtl_device_max_threadgroup_memory(api, device->device);
+    caps->buffer_bytes = orch_mtl_device_max_buffer_length(api, device->device);
+    caps->memory_bytes = orch_mtl_device_working_set(api, device->device);
+    caps->wrap_alignment = ORCH_MTL_NO_COPY_PAGE;
+    caps->matrix = orch_mtl_device_supports_family(api, device->device, ORCH_MTL_FAMILY_APPLE7);
+    snprintf(caps->name, sizeof caps->name, "%s", name ? orch_mtl_string_text(api, name) : "?");
+    snprintf(caps->driver, sizeof caps->driver, "Metal");
+}
+
+orchard_status orch_metal_open(const orch_device_request *request, orch_device **out)
+{
+    *out = NULL;
+    orch_metal_device *device = calloc(1, sizeof *device);
+    if (!device) {
+        return orch_metal_no_memory(sizeof *device, "host");
+    }
+    device->base.class = &metal_class;
+    device->pid = getpid();
+    orchard_status status = open_libraries(device);
+    if (status) {
+        free(device);
+        return status;
+    }
+    pthread_mutex_init(&device->lock, NULL);
+    void (*pop)(void *) = device->api.objc_autoreleasePoolPop;
+    void *pool = device->api.objc_autoreleasePoolPush();
+    status = take_queue(device, request);
+    if (status == ORCHARD_OK) {
+        read_caps(device);
+        *out = &device->base;
+    } else {
+        metal_close(&device->base);
+    }
+    pop(pool);
+    return status;
+}
