@@ -1,0 +1,3 @@
+"""Orchard: exact fused attention, forward and backward."""
+
+from ._library import OrchardError, version
