@@ -56,11 +56,15 @@ static inline void panel_set(panel *n, const orch_attention *p, const orch_atten
     n->vectors = n->lanes > VW ? 2 : 1;
     n->lo = n->all_hi = INT64_MAX;
     n->hi = n->all_lo = 0;
+    int64_t i = i0, h = task->g * group + set_first;
     for (int lane = 0; lane < PANEL; lane++) {
-        const int64_t used = lane < n->lanes ? lane : n->lanes - 1;
         int64_t lo, hi;
-        n->query[lane] = i0 + used % rows;
-        n->head[lane] = task->g * group + set_first + used / rows;
+        n->query[lane] = i;
+        n->head[lane] = h;
+        if (lane + 1 < n->lanes) {
+            i = i + 1 < i0 + rows ? i + 1 : i0;
+            h += i == i0;
+        }
         orch_attention_range(p, s, n->query[lane], &lo, &hi);
         lo = lo < first ? first : lo > last ? last : lo;
         hi = hi < lo ? lo : hi > last ? last : hi;
@@ -229,10 +233,13 @@ static inline void prefetch_keys(const orch_view *view, int64_t columns,
                                  const orch_attention_task *task, int64_t next, int64_t end,
                                  int64_t block_keys, int64_t n, int64_t count)
 {
+    if (next >= end || view->column != 1) {
+        return;
+    }
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     const int64_t rows = end - next < block_keys ? end - next : block_keys;
     const int64_t first = next + rows * n / count, last = next + rows * (n + 1) / count;
-    for (int64_t j = first; view->column == 1 && j < last; j++) {
+    for (int64_t j = first; j < last; j++) {
         const char *row =
             view->data + orch_row(view, task->b, task->g, task->sequence.row_k + j) * size;
         for (int64_t at = 0; at < columns * size; at += 64) {
