@@ -346,17 +346,23 @@ static void store_sum(const orch_attention_cpu_plan *plan, const orch_attention_
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     const int64_t next = plan->sums_bytes / (int64_t)sizeof(real);
+    const bool whole_vectors = size == sizeof(real) && view->column == 1 && columns == width;
+    real copy[ORCH_ATTENTION_MAX_HEAD_SIZE];
     for (int64_t j = j0; j < j1; j++) {
-        real *row = sums + j * width;
+        const real *row = sums + j * width;
+        const int64_t at = orch_row(view, task->b, task->g, task->sequence.row_k + j);
+        char *stored = view->data + at * size;
+        real *to = whole_vectors ? (real *)stored : copy;
         for (int64_t c = 0; c < width; c += VW) {
             v_real sum = v_load(row + c);
             for (int64_t split = 1; split < splits; split++) {
                 sum = v_add(sum, v_load(row + split * next + c));
             }
-            v_store(row + c, v_mul(sum, v_set1(scale)));
+            v_store(to + c, v_canonical(v_mul(sum, v_set1(scale))));
         }
-        const int64_t at = orch_row(view, task->b, task->g, task->sequence.row_k + j);
-        store_row(view->data + at * size, view->dtype, view->column, row, columns);
+        if (!whole_vectors) {
+            store_row(stored, view->dtype, view->column, copy, columns);
+        }
     }
 }
 
