@@ -167,7 +167,7 @@ ORCH_INLINE void score_gradient_of(real *ds, real *prob, const real *keep, const
     do {                                                                                           \
         tile sum;                                                                                  \
         tile_multiply(&sum, count, vectors, v.data + j * v.stride, v.stride, 1, dout, PANEL, E, 0, \
-                      1);                                                                          \
+                      0, 1);                                                                       \
         for (int r = 0; r < count; r++) {                                                          \
             for (int c = 0; c < vectors; c++) {                                                    \
                 const int64_t at = (j + r) * PANEL + c * VW;                                       \

@@ -256,16 +256,16 @@ ORCH_INLINE void score_product_of(real *scores, key_rows k, const real *q, int64
 {
     for (int64_t j = 0; j < keys; j += TILE_ROWS) {
         const int64_t rows = keys - j < TILE_ROWS ? keys - j : TILE_ROWS;
-#define BODY(count)                                                                             \
-    do {                                                                                        \
-        tile sum;                                                                               \
-        tile_multiply(&sum, count, vectors, k.data + j * k.stride, k.stride, 1, q, PANEL, D, 0, \
-                      1);                                                                       \
-        for (int r = 0; r < count; r++) {                                                       \
-            for (int c = 0; c < vectors; c++) {                                                 \
-                v_store(scores + (j + r) * PANEL + c * VW, sum.at[r][c]);                       \
-            }                                                                                   \
-        }                                                                                       \
+#define BODY(count)                                                                                \
+    do {                                                                                           \
+        tile sum;                                                                                  \
+        tile_multiply(&sum, count, vectors, k.data + j * k.stride, k.stride, 1, q, PANEL, D, 0, 0, \
+                      1);                                                                          \
+        for (int r = 0; r < count; r++) {                                                          \
+            for (int c = 0; c < vectors; c++) {                                                    \
+                v_store(scores + (j + r) * PANEL + c * VW, sum.at[r][c]);                          \
+            }                                                                                      \
+        }                                                                                          \
     } while (0)
         TILE_FOR_ROWS(rows, BODY)
 #undef BODY
@@ -295,16 +295,16 @@ ORCH_INLINE void weighted_rows_of(real *sum, key_rows x, const real *weights,
     }
     for (int64_t d = 0; d < columns; d += TILE_ROWS) {
         const int64_t rows = columns - d < TILE_ROWS ? columns - d : TILE_ROWS;
-#define BODY(count)                                                                             \
-    do {                                                                                        \
-        tile t;                                                                                 \
-        tile_multiply(&t, count, vectors, x.data + d, 1, x.stride, weights, PANEL, keys, 0, 1); \
-        for (int r = 0; r < count; r++) {                                                       \
-            for (int c = 0; c < vectors; c++) {                                                 \
-                real *at = sum + (d + r) * PANEL + c * VW;                                      \
-                v_store(at, v_fma(v_load(at), scale[c], t.at[r][c]));                           \
-            }                                                                                   \
-        }                                                                                       \
+#define BODY(count)                                                                                \
+    do {                                                                                           \
+        tile t;                                                                                    \
+        tile_multiply(&t, count, vectors, x.data + d, 1, x.stride, weights, PANEL, keys, 0, 0, 1); \
+        for (int r = 0; r < count; r++) {                                                          \
+            for (int c = 0; c < vectors; c++) {                                                    \
+                real *at = sum + (d + r) * PANEL + c * VW;                                         \
+                v_store(at, v_fma(v_load(at), scale[c], t.at[r][c]));                              \
+            }                                                                                      \
+        }                                                                                          \
     } while (0)
         TILE_FOR_ROWS(rows, BODY)
 #undef BODY
