@@ -72,20 +72,23 @@ typedef struct key_sum_inputs {
     int64_t count;
 } key_sum_inputs;
 
-/* Register tile (j, column) of sums[j][.] += sum over panels [first, last) and their lanes. */
+/* Register tile (j, column) of sums[j][.] += sum over panels [first, last) and their lanes, less
+ * the first `skip` lanes. */
 ORCH_INLINE void key_sums_of(real *sums, int64_t width, const key_sum_inputs *in, int64_t first,
-                             int64_t last, int64_t j, int row_count, int64_t column, int vectors)
+                             int64_t last, int skip, int64_t j, int row_count, int64_t column,
+                             int vectors)
 {
     const real *a = in->weights + first * in->panel_stride + j * PANEL;
     const real *b = in->rows.data + first * PANEL * in->rows.stride + column;
     const int lanes = in->panels[last - 1].lanes;
     const int64_t full = last - first - (lanes < PANEL);
     tile sum;
-    tile_multiply(&sum, row_count, vectors, a, PANEL, 1, b, in->rows.stride, PANEL,
+    tile_multiply(&sum, row_count, vectors, a, PANEL, 1, b, in->rows.stride, PANEL, skip,
                   in->panel_stride - PANEL, full);
     if (lanes < PANEL) {
-        tile_add(&sum, row_count, vectors, a + full * in->panel_stride, PANEL, 1,
-                 b + full * PANEL * in->rows.stride, in->rows.stride, lanes);
+        const int64_t from = full ? 0 : skip;
+        tile_add(&sum, row_count, vectors, a + full * in->panel_stride + from, PANEL, 1,
+                 b + (full * PANEL + from) * in->rows.stride, in->rows.stride, lanes - from);
     }
     for (int r = 0; r < row_count; r++) {
         for (int c = 0; c < vectors; c++) {
@@ -95,11 +98,13 @@ ORCH_INLINE void key_sums_of(real *sums, int64_t width, const key_sum_inputs *in
     }
 }
 
-static void key_sums(real *sums, int64_t width, const key_sum_inputs *in, int64_t keys)
+static void key_sums(real *sums, int64_t width, const key_sum_inputs *in, int64_t from,
+                     int64_t keys)
 {
     for (int64_t j = 0; j < keys; j += TILE_ROWS) {
         const int64_t row_count = keys - j < TILE_ROWS ? keys - j : TILE_ROWS;
         int64_t first = 0, last = in->count, column = 0;
+        int skip = 0;
         while (first < last && in->spans[first].last <= j) {
             first++;
         }
@@ -109,13 +114,17 @@ static void key_sums(real *sums, int64_t width, const key_sum_inputs *in, int64_
         if (first == last) {
             continue;
         }
+        /* On the diagonal of a causal mask: lanes that see none of these keys. */
+        while (skip + 1 < in->panels[first].lanes && in->panels[first].lane_hi[skip] <= from + j) {
+            skip++;
+        }
         for (; column + TILE_WIDTH <= width; column += TILE_WIDTH) {
-#define BODY(n) key_sums_of(sums, width, in, first, last, j, n, column, 2)
+#define BODY(n) key_sums_of(sums, width, in, first, last, skip, j, n, column, 2)
             TILE_FOR_ROWS(row_count, BODY)
 #undef BODY
         }
         if (column < width) {
-#define BODY(n) key_sums_of(sums, width, in, first, last, j, n, column, 1)
+#define BODY(n) key_sums_of(sums, width, in, first, last, skip, j, n, column, 1)
             TILE_FOR_ROWS(row_count, BODY)
 #undef BODY
         }
@@ -261,12 +270,12 @@ static void backward_tile(const orch_attention_cpu_plan *plan, const orch_attent
     if (p->dv.present) {
         in.weights = state->p;
         in.rows = dout_rows;
-        key_sums(sums_v + from * plan->width_v, plan->width_v, &in, keys);
+        key_sums(sums_v + from * plan->width_v, plan->width_v, &in, from, keys);
     }
     if (p->dk.present) {
         in.weights = state->ds;
         in.rows = q_rows;
-        key_sums(sums_k + from * plan->width_k, plan->width_k, &in, keys);
+        key_sums(sums_k + from * plan->width_k, plan->width_k, &in, from, keys);
     }
 }
 
@@ -341,22 +350,28 @@ void ORCH_K(attention_backward)(const orch_attention_cpu_plan *plan,
 
 /* One of dk and dv: sums of all splits, times scale, to the tensor. */
 static void store_sum(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
-                      const orch_view *view, int64_t columns, int64_t width, real *sums,
+                      const orch_view *view, int64_t columns, int64_t width, const real *sums,
                       int64_t splits, int64_t j0, int64_t j1, real scale)
 {
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     const int64_t next = plan->sums_bytes / (int64_t)sizeof(real);
+    const bool whole_vectors = size == sizeof(real) && view->column == 1 && columns == width;
+    real copy[ORCH_ATTENTION_MAX_HEAD_SIZE];
     for (int64_t j = j0; j < j1; j++) {
-        real *row = sums + j * width;
+        const real *row = sums + j * width;
+        const int64_t at = orch_row(view, task->b, task->g, task->sequence.row_k + j);
+        char *stored = view->data + at * size;
+        real *to = whole_vectors ? (real *)stored : copy;
         for (int64_t c = 0; c < width; c += VW) {
             v_real sum = v_load(row + c);
             for (int64_t split = 1; split < splits; split++) {
                 sum = v_add(sum, v_load(row + split * next + c));
             }
-            v_store(row + c, v_mul(sum, v_set1(scale)));
+            v_store(to + c, v_canonical(v_mul(sum, v_set1(scale))));
         }
-        const int64_t at = orch_row(view, task->b, task->g, task->sequence.row_k + j);
-        store_row(view->data + at * size, view->dtype, view->column, row, columns);
+        if (!whole_vectors) {
+            store_row(stored, view->dtype, view->column, copy, columns);
+        }
     }
 }
 

@@ -197,10 +197,17 @@ static void store_panel(const orch_attention *p, const orch_attention_task *task
         inverse[lane] = l[lane] == 0 ? 0 : (real)p->keep_scale / l[lane];
     }
     panel_unpack(n, &p->out, task, o, p->E, inverse);
+    double logs[PANEL];
+    for (int lane = 0; lane < PANEL; lane++) {
+        logs[lane] = (double)l[lane];
+    }
+    if (p->lse.present) {
+        orch_log_all(logs, PANEL);
+    }
     for (int lane = 0; lane < n->lanes && p->lse.present; lane++) {
         const int64_t i = task->sequence.row_q + n->query[lane];
-        const real lse = l[lane] == 0 ? -(real)INFINITY
-                                      : (real)((double)m[lane] * LN2 + orch_log((double)l[lane]));
+        const real lse =
+            l[lane] == 0 ? -(real)INFINITY : (real)((double)m[lane] * LN2 + logs[lane]);
         store_row(p->lse.data +
                       orch_row(&p->lse, task->b, n->head[lane], i) * (int64_t)sizeof(real),
                   p->lse.dtype, 1, &lse, 1);

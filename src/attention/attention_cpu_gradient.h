@@ -124,14 +124,14 @@ static void panel_delta(const orch_attention *p, const orch_attention_task *task
     real *delta = state->delta + index * PANEL;
     real *out = state->v; /* free until the first tile, and larger than a panel */
     panel_pack(out, n, &p->out, task, p->E, 1);
-    for (int c = 0; c < PANEL; c += VW) {
-        v_real sum = v_zero();
-        for (int64_t e = 0; e < p->E; e++) {
-            const real *dout = state->dout + (index * p->E + e) * PANEL + c;
-            sum = v_fma(v_load(dout), v_load(out + e * PANEL + c), sum);
-        }
-        v_store(delta + c, sum);
+    const real *dout = state->dout + index * p->E * PANEL;
+    v_real sum[2] = {v_zero(), v_zero()};
+    for (int64_t at = 0; at < p->E * PANEL; at += PANEL) {
+        sum[0] = v_fma(v_load(dout + at), v_load(out + at), sum[0]);
+        sum[1] = v_fma(v_load(dout + at + VW), v_load(out + at + VW), sum[1]);
     }
+    v_store(delta, sum[0]);
+    v_store(delta + VW, sum[1]);
     for (int lane = 0; lane < n->lanes && p->dlse.present; lane++) {
         if (!n->blind[lane]) {
             delta[lane] -= dlse_of(p, task, n, lane);
@@ -167,7 +167,7 @@ ORCH_INLINE void score_gradient_of(real *ds, real *prob, const real *keep, const
     do {                                                                                           \
         tile sum;                                                                                  \
         tile_multiply(&sum, count, vectors, v.data + j * v.stride, v.stride, 1, dout, PANEL, E, 0, \
-                      1);                                                                          \
+                      0, 1);                                                                       \
         for (int r = 0; r < count; r++) {                                                          \
             for (int c = 0; c < vectors; c++) {                                                    \
                 const int64_t at = (j + r) * PANEL + c * VW;                                       \

@@ -56,11 +56,15 @@ static inline void panel_set(panel *n, const orch_attention *p, const orch_atten
     n->vectors = n->lanes > VW ? 2 : 1;
     n->lo = n->all_hi = INT64_MAX;
     n->hi = n->all_lo = 0;
+    int64_t i = i0, h = task->g * group + set_first;
     for (int lane = 0; lane < PANEL; lane++) {
-        const int64_t used = lane < n->lanes ? lane : n->lanes - 1;
         int64_t lo, hi;
-        n->query[lane] = i0 + used % rows;
-        n->head[lane] = task->g * group + set_first + used / rows;
+        n->query[lane] = i;
+        n->head[lane] = h;
+        if (lane + 1 < n->lanes) {
+            i = i + 1 < i0 + rows ? i + 1 : i0;
+            h += i == i0;
+        }
         orch_attention_range(p, s, n->query[lane], &lo, &hi);
         lo = lo < first ? first : lo > last ? last : lo;
         hi = hi < lo ? lo : hi > last ? last : hi;
@@ -229,10 +233,13 @@ static inline void prefetch_keys(const orch_view *view, int64_t columns,
                                  const orch_attention_task *task, int64_t next, int64_t end,
                                  int64_t block_keys, int64_t n, int64_t count)
 {
+    if (next >= end || view->column != 1) {
+        return;
+    }
     const int64_t size = (int64_t)orchard_dtype_size(view->dtype);
     const int64_t rows = end - next < block_keys ? end - next : block_keys;
     const int64_t first = next + rows * n / count, last = next + rows * (n + 1) / count;
-    for (int64_t j = first; view->column == 1 && j < last; j++) {
+    for (int64_t j = first; j < last; j++) {
         const char *row =
             view->data + orch_row(view, task->b, task->g, task->sequence.row_k + j) * size;
         for (int64_t at = 0; at < columns * size; at += 64) {
@@ -249,16 +256,16 @@ ORCH_INLINE void score_product_of(real *scores, key_rows k, const real *q, int64
 {
     for (int64_t j = 0; j < keys; j += TILE_ROWS) {
         const int64_t rows = keys - j < TILE_ROWS ? keys - j : TILE_ROWS;
-#define BODY(count)                                                                             \
-    do {                                                                                        \
-        tile sum;                                                                               \
-        tile_multiply(&sum, count, vectors, k.data + j * k.stride, k.stride, 1, q, PANEL, D, 0, \
-                      1);                                                                       \
-        for (int r = 0; r < count; r++) {                                                       \
-            for (int c = 0; c < vectors; c++) {                                                 \
-                v_store(scores + (j + r) * PANEL + c * VW, sum.at[r][c]);                       \
-            }                                                                                   \
-        }                                                                                       \
+#define BODY(count)                                                                                \
+    do {                                                                                           \
+        tile sum;                                                                                  \
+        tile_multiply(&sum, count, vectors, k.data + j * k.stride, k.stride, 1, q, PANEL, D, 0, 0, \
+                      1);                                                                          \
+        for (int r = 0; r < count; r++) {                                                          \
+            for (int c = 0; c < vectors; c++) {                                                    \
+                v_store(scores + (j + r) * PANEL + c * VW, sum.at[r][c]);                          \
+            }                                                                                      \
+        }                                                                                          \
     } while (0)
         TILE_FOR_ROWS(rows, BODY)
 #undef BODY
@@ -288,16 +295,16 @@ ORCH_INLINE void weighted_rows_of(real *sum, key_rows x, const real *weights,
     }
     for (int64_t d = 0; d < columns; d += TILE_ROWS) {
         const int64_t rows = columns - d < TILE_ROWS ? columns - d : TILE_ROWS;
-#define BODY(count)                                                                             \
-    do {                                                                                        \
-        tile t;                                                                                 \
-        tile_multiply(&t, count, vectors, x.data + d, 1, x.stride, weights, PANEL, keys, 0, 1); \
-        for (int r = 0; r < count; r++) {                                                       \
-            for (int c = 0; c < vectors; c++) {                                                 \
-                real *at = sum + (d + r) * PANEL + c * VW;                                      \
-                v_store(at, v_fma(v_load(at), scale[c], t.at[r][c]));                           \
-            }                                                                                   \
-        }                                                                                       \
+#define BODY(count)                                                                                \
+    do {                                                                                           \
+        tile t;                                                                                    \
+        tile_multiply(&t, count, vectors, x.data + d, 1, x.stride, weights, PANEL, keys, 0, 0, 1); \
+        for (int r = 0; r < count; r++) {                                                          \
+            for (int c = 0; c < vectors; c++) {                                                    \
+                real *at = sum + (d + r) * PANEL + c * VW;                                         \
+                v_store(at, v_fma(v_load(at), scale[c], t.at[r][c]));                              \
+            }                                                                                      \
+        }                                                                                          \
     } while (0)
         TILE_FOR_ROWS(rows, BODY)
 #undef BODY

@@ -218,11 +218,19 @@ static inline void copy_rows(real *dst, int64_t width, const char *src, orchard_
 }
 
 static inline void store_row(char *dst, orchard_dtype dtype, int64_t stride, const real *src,
-                             int64_t columns)
-{
+                             int64_t columns){
 #define CALL(type, size) store_row_of(dst, type, size, stride, src, columns)
     PACK_FOR_DTYPE(dtype, CALL)
 #undef CALL
+}
+
+/* Rows of VW columns of a panel, times scale. */
+ORCH_INLINE void unpack_block(v_real block[VW], const real *panel, v_real scale)
+{
+    for (int i = 0; i < VW; i++) {
+        block[i] = v_mul(v_load(panel + i * PANEL), scale);
+    }
+    v_transpose(block);
 }
 
 /* The opposite of pack_panel: columns of a transposed panel, times factor[lane], to `lanes` rows.
@@ -232,25 +240,31 @@ static inline void unpack_panel(char *const row[PANEL], int lanes, orchard_dtype
                                 const real factor[PANEL])
 {
     const int64_t size = (int64_t)orchard_dtype_size(dtype);
-    const bool whole_vectors = size == (int64_t)sizeof(real) && stride == 1;
+    v_real block[VW];
+    real values[VW];
     for (int half = 0; half < lanes; half += VW) {
+        const int count = lanes - half < VW ? lanes - half : VW;
         const v_real scale = v_load(factor + half);
-        for (int64_t c = 0; c < columns; c += VW) {
-            const int64_t count = columns - c < VW ? columns - c : VW;
-            v_real block[VW];
-            for (int i = 0; i < VW; i++) {
-                block[i] = i < count ? v_mul(v_load(panel + (c + i) * PANEL + half), scale) : scale;
-            }
-            v_transpose(block);
-            for (int i = 0; i < VW && half + i < lanes; i++) {
-                char *to = row[half + i] + c * stride * size;
-                real values[VW];
-                if (whole_vectors && count == VW) {
-                    v_store((real *)to, v_canonical(block[i]));
-                } else {
-                    v_store(values, block[i]);
-                    store_row(to, dtype, stride, values, count);
+        int64_t c = 0;
+        if (size == (int64_t)sizeof(real) && stride == 1 && count == VW) {
+            for (; c + VW <= columns; c += VW) {
+                unpack_block(block, panel + c * PANEL + half, scale);
+                for (int i = 0; i < VW; i++) {
+                    v_store((real *)row[half + i] + c, v_canonical(block[i]));
                 }
+            }
+        }
+        for (; c + VW <= columns; c += VW) {
+            unpack_block(block, panel + c * PANEL + half, scale);
+            for (int i = 0; i < count; i++) {
+                v_store(values, block[i]);
+                store_row(row[half + i] + c * stride * size, dtype, stride, values, VW);
+            }
+        }
+        for (; c < columns; c++) {
+            for (int i = 0; i < count; i++) {
+                values[0] = panel[c * PANEL + half + i] * factor[half + i];
+                store_row(row[half + i] + c * stride * size, dtype, stride, values, 1);
             }
         }
     }

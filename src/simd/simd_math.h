@@ -114,32 +114,49 @@ ORCH_INLINE v_real v_tanh(v_real x)
     return v_select(v_less(size, v_set1(R(0.625))), small, v_sign_of(large, x));
 }
 
-/* Natural logarithm of x >= 0 in double: x = 2^e m with m near 1, log m = 2 atanh((m-1)/(m+1)). */
-static inline double orch_log(double x)
+/* Natural logarithm of x >= 0 in double: x = 2^e m with m near 1, log m = 2 atanh((m-1)/(m+1)). In
+ * place for `count` numbers, a multiple of 4 and at most LOG_LANES: one by one, a panel's would
+ * take as long as its softmax over 64 keys. */
+#define LOG_LANES 16
+typedef double log_vector __attribute__((vector_size(32)));
+
+static inline void orch_log_all(double *x, int count)
 {
-    if (!(x > 0) || x > DBL_MAX) {
-        return x == 0 ? -(double)INFINITY : x;
-    }
-    int64_t bits;
-    double scale = 0;
-    if (x < 0x1p-1000) {
-        x *= 0x1p54;
-        scale = -54;
-    }
-    memcpy(&bits, &x, sizeof bits);
-    const int64_t offset = bits - 0x3fe6a09e667f3bcd; /* sqrt(1/2): m ends in [0.707, 1.414) */
-    const int64_t exponent = offset >> 52;
-    bits -= (int64_t)((uint64_t)exponent << 52);
-    double m;
-    memcpy(&m, &bits, sizeof m);
-    const double s = (m - 1) / (m + 1), z = s * s;
     static const double inverse[] = {1.0 / 3,  1.0 / 5,  1.0 / 7,  1.0 / 9,  1.0 / 11, 1.0 / 13,
                                      1.0 / 15, 1.0 / 17, 1.0 / 19, 1.0 / 21, 1.0 / 23};
-    double sum = 0;
-    for (int term = 10; term >= 0; term--) {
-        sum = (sum + inverse[term]) * z;
+    double exponent[LOG_LANES], m[LOG_LANES], log[LOG_LANES];
+    for (int i = 0; i < count; i++) {
+        const bool tiny = x[i] < 0x1p-1000;
+        const double a = x[i] > 0 ? tiny ? x[i] * 0x1p54 : x[i] : 1;
+        int64_t bits;
+        memcpy(&bits, &a, sizeof bits);
+        const int64_t offset = bits - 0x3fe6a09e667f3bcd; /* sqrt(1/2): m ends in [0.707, 1.414) */
+        bits -= (int64_t)((uint64_t)(offset >> 52) << 52);
+        memcpy(&m[i], &bits, sizeof bits);
+        exponent[i] = (double)(offset >> 52) - (tiny ? 54 : 0);
     }
-    return ((double)exponent + scale) * LN2 + 2 * (s + s * sum);
+    for (int i = 0; i < count; i += 4) {
+        log_vector e, s, sum = {0};
+        memcpy(&e, exponent + i, sizeof e);
+        memcpy(&s, m + i, sizeof s);
+        s = (s - 1) / (s + 1);
+        const log_vector z = s * s;
+        for (int term = 10; term >= 0; term--) {
+            sum = (sum + inverse[term]) * z;
+        }
+        sum = e * LN2 + 2 * (s + s * sum);
+        memcpy(log + i, &sum, sizeof sum);
+    }
+    for (int i = 0; i < count; i++) {
+        x[i] = x[i] > 0 && x[i] <= DBL_MAX ? log[i] : x[i] == 0 ? -(double)INFINITY : x[i];
+    }
+}
+
+static inline double orch_log(double x)
+{
+    double all[4] = {x, 1, 1, 1};
+    orch_log_all(all, 4);
+    return all[0];
 }
 
 /* Philox4x32-10 for PHILOX_LANES counters at a time: words[w][lane] is word w for (c0, c1[lane],

@@ -78,20 +78,18 @@ ORCH_INLINE void tile_add(tile *sum, int rows, int vectors, const real *a, int64
 
 /* The full tile, written out: all 16 registers are in use, and compilers that allocate them by
  * themselves spill accumulators inside the loop (gcc 12 loses a quarter of the speed). Strides are
- * in bytes; count and repeats are not 0. */
+ * in bytes; count and repeats are not 0, nor is k, the first run's count. */
 ORCH_INLINE void tile_multiply_full(tile *sum, const real *a, int64_t row_stride, int64_t step,
-                                    const real *b, int64_t b_stride, int64_t count, int64_t jump,
-                                    int64_t repeats)
+                                    const real *b, int64_t b_stride, int64_t count, int64_t k,
+                                    int64_t jump, int64_t repeats)
 {
     const real *a3;
-    int64_t k;
     __asm__(TILE_ZERO("s00") TILE_ZERO("s01") TILE_ZERO("s10") TILE_ZERO("s11")
             TILE_ZERO("s20") TILE_ZERO("s21") TILE_ZERO("s30") TILE_ZERO("s31")
             TILE_ZERO("s40") TILE_ZERO("s41") TILE_ZERO("s50") TILE_ZERO("s51")
             "2:\n\t"
             "lea (%[a],%[rs],2), %[a3]\n\t"
             "add %[rs], %[a3]\n\t"
-            "mov %[count], %[k]\n\t"
             ".p2align 5\n"
             "1:\n\t"
             "vmovups (%[b]), %%ymm12\n\t"
@@ -105,6 +103,7 @@ ORCH_INLINE void tile_multiply_full(tile *sum, const real *a, int64_t row_stride
             "dec %[k]\n\t"
             "jnz 1b\n\t"
             "add %[jump], %[a]\n\t"
+            "mov %[count], %[k]\n\t"
             "dec %[repeats]\n\t"
             "jnz 2b"
             : [s00] "=x"(sum->at[0][0]), [s01] "=x"(sum->at[0][1]),
@@ -113,7 +112,7 @@ ORCH_INLINE void tile_multiply_full(tile *sum, const real *a, int64_t row_stride
               [s30] "=x"(sum->at[3][0]), [s31] "=x"(sum->at[3][1]),
               [s40] "=x"(sum->at[4][0]), [s41] "=x"(sum->at[4][1]),
               [s50] "=x"(sum->at[5][0]), [s51] "=x"(sum->at[5][1]),
-              [a] "+&r"(a), [b] "+&r"(b), [repeats] "+&r"(repeats), [a3] "=&r"(a3), [k] "=&r"(k)
+              [a] "+&r"(a), [b] "+&r"(b), [repeats] "+&r"(repeats), [a3] "=&r"(a3), [k] "+&r"(k)
             : [rs] "r"(row_stride), [step] "r"(step), [bs] "r"(b_stride), [count] "r"(count),
               [jump] "r"(jump)
             : "xmm12", "xmm13", "xmm14", "xmm15", "cc", "memory");
@@ -124,24 +123,28 @@ ORCH_INLINE void tile_multiply_full(tile *sum, const real *a, int64_t row_stride
 #endif
 
 /* sum = the product over `repeats` runs of `count` steps; between runs a moves on by `jump`
- * elements more. */
+ * elements more. The first run leaves out its first `skip` steps, fewer than count. */
 ORCH_INLINE void tile_multiply(tile *sum, int rows, int vectors, const real *a, int64_t row_stride,
                                int64_t step, const real *b, int64_t b_stride, int64_t count,
-                               int64_t jump, int64_t repeats)
+                               int64_t skip, int64_t jump, int64_t repeats)
 {
+    int64_t steps = count - skip;
+    a += skip * step;
+    b += skip * b_stride;
 #if defined(ORCH_ISA_AVX2)
     const int64_t size = sizeof(real);
     if (rows == TILE_ROWS && vectors == TILE_VECTORS && count > 0 && repeats > 0) {
-        tile_multiply_full(sum, a, row_stride * size, step * size, b, b_stride * size, count,
+        tile_multiply_full(sum, a, row_stride * size, step * size, b, b_stride * size, count, steps,
                            jump * size, repeats);
         return;
     }
 #endif
     tile_clear(sum, rows, vectors);
     for (int64_t i = 0; i < repeats; i++) {
-        tile_add(sum, rows, vectors, a, row_stride, step, b, b_stride, count);
-        a += count * step + jump;
-        b += count * b_stride;
+        tile_add(sum, rows, vectors, a, row_stride, step, b, b_stride, steps);
+        a += steps * step + jump;
+        b += steps * b_stride;
+        steps = count;
     }
 }
 
