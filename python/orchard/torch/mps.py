@@ -154,7 +154,7 @@ class Launcher:
         return kernel, None
 
     def _describe(self, op: str, operands: Mapping[str, Optional[torch.Tensor]],
-                  options: Mapping[str, Any], check_lengths: bool
+                  options: Mapping[str, Any], check_lengths: bool, asking: bool
                   ) -> Tuple[tuple, List[Tuple[str, torch.Tensor, int]]]:
         """All that a plan depends on, and each operand with the number that says where it lies."""
         storages: Dict[int, int] = {}
@@ -162,13 +162,14 @@ class Launcher:
         for name, tensor in operands.items():
             if tensor is None:
                 continue
-            if tensor.device.type != "mps":
+            if tensor.device.type != "mps" and not (asking and tensor.is_meta):
                 raise ValueError(f"{op}: {name} is on {tensor.device}, must be on mps")
             if tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
                 raise ValueError(f"{op}: {name} is not a plain strided tensor")
             if tensor.dtype not in DTYPES:
                 raise TypeError(f"{op}: {name} is {tensor.dtype}, which no operation takes")
-            place = storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages) + 1)
+            storage = -id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+            place = storages.setdefault(storage, len(storages) + 1)
             offset = tensor.storage_offset()
             described.append((name, tensor, (place << _STORAGE_BITS)
                               + offset * tensor.element_size()))
@@ -199,11 +200,12 @@ class Launcher:
         return arguments, kept
 
     def _prepare(self, op: str, operands: Mapping[str, Optional[torch.Tensor]],
-                 options: Mapping[str, Any], check_lengths: bool) -> Tuple[_Ready, Optional[str]]:
+                 options: Mapping[str, Any], check_lengths: bool, asking: bool = False
+                 ) -> Tuple[_Ready, Optional[str]]:
         """The plan with its kernels; or why there is none."""
         if not hasattr(self._mps, "compile_shader"):
             return _Ready(_launch.Plan(NO_COMPILER, [], [], [], [], []), []), NO_COMPILER
-        key, described = self._describe(op, operands, options, check_lengths)
+        key, described = self._describe(op, operands, options, check_lengths, asking)
         ready = self._plans.get(key)
         if ready is not None:
             return ready, None
@@ -230,8 +232,9 @@ class Launcher:
                   options: Mapping[str, Any] = {}, *, check_lengths: bool = True,
                   count: bool = True) -> Optional[str]:
         """None: `run` would take the call; its kernels are compiled then. Otherwise why not, and
-        the refusal is counted unless `count` is False. Raises where the call is wrong."""
-        _, reason = self._prepare(op, operands, options, check_lengths)
+        the refusal is counted unless `count` is False. Raises where the call is wrong. Outputs may
+        be meta tensors: there is no need to make them first."""
+        _, reason = self._prepare(op, operands, options, check_lengths, asking=True)
         if reason is not None and count:
             self._count(op, reason)
         return reason
