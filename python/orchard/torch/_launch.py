@@ -158,7 +158,10 @@ def source(launch: OneLaunch) -> str:
 
 
 def _launch_of(raw: Launch) -> OneLaunch:
-    first, *others = raw.source
+    # As addresses, whatever type the struct gives them: copying the texts would cost more than a call.
+    pieces = (ctypes.c_void_p * SOURCE_PIECES).from_address(
+        ctypes.addressof(raw) + Launch.source.offset)
+    first, *others = pieces
     width, height, depth = raw.groups
     return OneLaunch(kernel=raw.kernel.decode(), text=(ctypes.string_at(first), tuple(others)),
                      threads=[width * raw.threads, height, depth], group=[raw.threads, 1, 1])

@@ -132,7 +132,7 @@ class Launcher:
                     found = self._mps.compile_shader(_launch.source(launch))
                     self.compiled += 1
                 except (SyntaxError, RuntimeError) as why:  # remembered: it would not help again
-                    found = str(why) or "no reason was given"
+                    found = str(why).strip() or "no reason was given"
                 self._libraries[launch.text] = found
             return found
 
@@ -140,7 +140,7 @@ class Launcher:
         """The kernel, or why it cannot run."""
         library = self._library_of(launch)
         if isinstance(library, str):
-            return None, f"{NOT_COMPILED}: {launch.kernel}: {library.strip().splitlines()[0]}"
+            return None, f"{NOT_COMPILED}: {launch.kernel}: {library.splitlines()[0]}"
         try:
             kernel = getattr(library, launch.kernel)
         except (AttributeError, RuntimeError) as why:
