@@ -103,18 +103,29 @@ def _tensor_offsets(struct_type: Type[ctypes.Structure], base: int = 0) -> Dict[
     return found
 
 
+def _option_homes(struct_type: Type[ctypes.Structure]) -> Dict[str, Optional[str]]:
+    """Which inner struct each scalar of an args struct is in; None: in the args struct itself."""
+    homes: Dict[str, Optional[str]] = {}
+    for name, kind in struct_type._fields_:
+        if not issubclass(kind, ctypes.Structure):
+            homes[name] = None
+        elif kind.__name__ != "Tensor":
+            homes.update((inner, name) for inner, at in _option_homes(kind).items())
+    return homes
+
+
 class Arguments:
     """An args struct of one operation, being filled."""
 
-    _offsets: Dict[str, Dict[str, int]] = {}
+    _known: Dict[str, Tuple[Dict[str, int], Dict[str, Optional[str]]]] = {}
 
     def __init__(self, op: str) -> None:
         kind = ARGS[op]
-        if op not in self._offsets:
-            self._offsets[op] = _tensor_offsets(kind)
+        if op not in self._known:
+            self._known[op] = _tensor_offsets(kind), _option_homes(kind)
+        self._offsets, self._homes = self._known[op]
         self.bytes = bytearray(ctypes.sizeof(kind))
-        self.view = kind.from_buffer(self.bytes)
-        self.offsets = self._offsets[op]
+        self._view = kind.from_buffer(self.bytes)
 
     def set_tensor(self, name: str, address: int, dtype: int, size: Sequence[int],
                    stride: Sequence[int]) -> None:
@@ -123,14 +134,13 @@ class Arguments:
         if rank > MAX_RANK:
             size, stride = size[:MAX_RANK], stride[:MAX_RANK]
         pad = _PAD[len(size):]
-        _TENSOR.pack_into(self.bytes, self.offsets[name], address, 0, 0, dtype, rank, *size, *pad,
+        _TENSOR.pack_into(self.bytes, self._offsets[name], address, 0, 0, dtype, rank, *size, *pad,
                           *stride, *pad)
 
     def set_option(self, name: str, value: float) -> None:
-        """AttributeError: the operation has no such option."""
-        if not hasattr(Attention, name) or name in self.offsets:
-            raise AttributeError(name)
-        setattr(self.view.attention, name, value)
+        """KeyError: the operation has no such option."""
+        home = self._homes[name]
+        setattr(getattr(self._view, home) if home else self._view, name, value)
 
 
 # ---- Plans ---------------------------------------------------------------------------------------

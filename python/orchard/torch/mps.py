@@ -195,7 +195,7 @@ class Launcher:
         for name, value in options.items():
             try:
                 arguments.set_option(name, value)
-            except AttributeError:
+            except KeyError:
                 raise TypeError(f"{op}: there is no option {name}") from None
         return arguments, kept
 
