@@ -279,6 +279,11 @@ static void described_devices(void)
     other = apple;
     other.buffer_bytes = 511;
     expect_reason(&args, &other, "an operand is larger than the device's largest buffer");
+    args.attention.q.size[2] = args.out.size[2] = INT64_C(1) << 30; /* rows of 2^20: 2^50 bytes */
+    args.attention.q.stride[2] = args.out.stride[2] = INT64_C(1) << 19;
+    args.out.stride[1] = args.out.stride[0] = INT64_C(1) << 49;
+    expect_reason(&args, &apple, "an operand is larger than the device's largest buffer");
+    args = small_call(ORCHARD_BF16);
     expect_kernel(&apple, "attention_forward_matrix");
     other = apple;
     other.matrix = 0;

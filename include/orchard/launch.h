@@ -65,7 +65,7 @@ typedef struct orchard_launches {
 /* Plans a call without running it: `op` and `args` as for orchard_explain. `backend` says in which
  * language: "metal" (MSL 2.3 and later, to be compiled without fast math) or "opencl" (OpenCL C
  * 1.2). `device` is what orchard_ctx_device told, or written by hand; of it, group_threads,
- * simd_width, local_bytes, matrix and buffer_bytes (0: no limit) count.
+ * simd_width, local_bytes, matrix and buffer_bytes (0: not known) count.
  *
  * The args are checked as by the call itself, with the same sentences; but memory is only spoken
  * of: a tensor's `data` is a number that tells where it lies beside the others, so that overlap is

@@ -8,6 +8,10 @@
 #include "core/context.h"
 #include "device/gpu_run.h"
 
+/* No buffer is larger, whatever the caller says: tensors without memory may have any size, and plans
+ * multiply it. */
+#define MOST_BYTES ((size_t)1 << 48)
+
 static const char not_implemented[] = "not implemented on this backend";
 
 _Static_assert(ORCHARD_SOURCE_PIECES == ORCH_GPU_PIECES, "the same pieces");
@@ -48,11 +52,11 @@ static orchard_status describe_device(const orchard_device_info *info, orch_devi
                          "1 or more",
                          (int)info->group_threads, (int)info->simd_width);
     }
+    const uint64_t buffer = info->buffer_bytes;
     *caps = (orch_device_caps){.group_threads = info->group_threads,
                                .simd_width = info->simd_width,
                                .local_bytes = (size_t)info->local_bytes,
-                               .buffer_bytes =
-                                   info->buffer_bytes ? (size_t)info->buffer_bytes : SIZE_MAX,
+                               .buffer_bytes = buffer && buffer < MOST_BYTES ? buffer : MOST_BYTES,
                                .memory_bytes = (size_t)info->memory_bytes,
                                .matrix = info->matrix != 0};
     return ORCHARD_OK;
