@@ -8,8 +8,8 @@
 #include "core/context.h"
 #include "device/gpu_run.h"
 
-/* No buffer is larger, whatever the caller says: tensors without memory may have any size, and plans
- * multiply it. */
+/* No buffer is larger, whatever the caller says: tensors without memory may have any size, and
+ * plans multiply it. */
 #define MOST_BYTES ((size_t)1 << 48)
 
 static const char not_implemented[] = "not implemented on this backend";
