@@ -65,7 +65,8 @@ class Launches(ctypes.Structure):
                 ("int_count", ctypes.c_int32), ("float_count", ctypes.c_int32),
                 ("launch", ctypes.POINTER(Launch)), ("operand", ctypes.POINTER(ctypes.c_char_p)),
                 ("scratch_bytes", ctypes.POINTER(ctypes.c_uint64)),
-                ("ints", ctypes.POINTER(ctypes.c_int64)), ("floats", ctypes.POINTER(ctypes.c_float))]
+                ("ints", ctypes.POINTER(ctypes.c_int64)),
+                ("floats", ctypes.POINTER(ctypes.c_float))]
 
 
 # Every operation that can be launched, and its args struct.
@@ -129,7 +130,7 @@ class Arguments:
 
     def set_tensor(self, name: str, address: int, dtype: int, size: Sequence[int],
                    stride: Sequence[int]) -> None:
-        """KeyError: the operation has no such operand. A rank beyond 8 is told to C, which says so."""
+        """KeyError: there is no such operand. A rank beyond 8 is told to C, which says so."""
         rank = len(size)
         if rank > MAX_RANK:
             size, stride = size[:MAX_RANK], stride[:MAX_RANK]
@@ -168,7 +169,7 @@ def source(launch: OneLaunch) -> str:
 
 
 def _launch_of(raw: Launch) -> OneLaunch:
-    # As addresses, whatever type the struct gives them: copying the texts would cost more than a call.
+    # As addresses, whatever the struct calls them: copying the texts costs more than the call.
     pieces = (ctypes.c_void_p * SOURCE_PIECES).from_address(
         ctypes.addressof(raw) + Launch.source.offset)
     first, *others = pieces

@@ -257,7 +257,8 @@ class Launcher:
             bound: List[Any] = []
             for name in plan.operands:
                 tensor = operands.get(name)
-                bound.append(tensor if tensor is not None and tensor.numel() else self._dummy(device))
+                present = tensor is not None and tensor.numel()
+                bound.append(tensor if present else self._dummy(device))
             for size in plan.scratch:
                 bound.append(torch.empty(size, dtype=torch.uint8, device=device))
             bound += (plan.ints, plan.floats)

@@ -31,8 +31,8 @@ def _meta(like: torch.Tensor, shape: Optional[Tuple[int, ...]] = None,
 def refusal(launcher: Launcher, inputs: Mapping[str, Optional[torch.Tensor]],
             options: Mapping[str, Any], gradients: Iterable[str] = (), *,
             check_lengths: bool = True) -> Optional[str]:
-    """None: the launcher takes the forward, and the backward for these gradients ("q", "bias", ...).
-    Otherwise why not; counted."""
+    """None: the launcher takes the forward, and the backward for gradients of these inputs ("q",
+    "bias", ...). Otherwise why not; counted."""
     q, v = inputs["q"], inputs["v"]
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = _meta(q, q.shape[:-1] + v.shape[-1:])
@@ -81,9 +81,9 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
             raise Unsupported("attention_forward", f"and PyTorch's own attention has no {name}")
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     if q.dim() == 3:
-        single = {n: x.unsqueeze(1) if n in ("q", "k", "v") or (n in ("bias", "mask") and x.dim() == 3)
-                  else x for n, x in inputs.items() if x is not None}
-        return fall_back(single, options).squeeze(1)
+        headed = {name: x.unsqueeze(1) if x.dim() == 3 else x  # bias and mask may have a head
+                  for name, x in inputs.items() if x is not None}
+        return fall_back(headed, options).squeeze(1)
     only_causal = options.get("causal") and not (
         options.get("align") or options.get("has_window")
         or any(inputs.get(n) is not None for n in ("bias", "mask", "alibi", "key_lengths")))
