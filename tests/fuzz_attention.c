@@ -389,6 +389,30 @@ static uint64_t hash_outputs(const call *c)
     return hash;
 }
 
+static bool unread(const orchard_tensor *lengths)
+{
+    return !lengths->data && (lengths->rank || lengths->dtype);
+}
+
+/* A plan that is handed out judges as the call does, but for lengths that it may go without. */
+static void check_launches(orchard_ctx *ctx, const orchard_attention *a, const char *op,
+                           const void *args, orchard_status verdict)
+{
+    static const orchard_device_info device = {
+        .group_threads = 1024, .simd_width = 32, .matrix = 1, .local_bytes = 32768};
+    orchard_launches *plan;
+    const orchard_status status = orchard_launches_create(ctx, &plan, op, args, "metal", &device);
+    REQUIRE(status == verdict || unread(&a->key_lengths) || unread(&a->cu_seqlens_q) ||
+            unread(&a->cu_seqlens_k));
+    REQUIRE((plan != NULL) == (status == ORCHARD_OK));
+    for (int32_t i = 0; plan && i < plan->count; i++) {
+        const orchard_launch *launch = &plan->launch[i];
+        REQUIRE(launch->groups[0] > 0 && launch->groups[1] > 0 && launch->groups[2] > 0);
+        REQUIRE(launch->groups[0] <= INT32_MAX && launch->threads > 0 && launch->threads <= 1024);
+    }
+    orchard_launches_free(plan);
+}
+
 static orchard_status run(orchard_ctx *ctx, const call *c, bool backward, bool run_it)
 {
     const orchard_tensor *t = c->tensor;
@@ -414,6 +438,8 @@ static orchard_status run(orchard_ctx *ctx, const call *c, bool backward, bool r
     REQUIRE(verdict <= 0 && verdict >= ORCHARD_ERROR_INTERNAL);
     REQUIRE(verdict == ORCHARD_OK || *orchard_last_error());
     REQUIRE(verdict != ORCHARD_OK || explanation.backend);
+    check_launches(ctx, &a, backward ? "attention_backward" : "attention_forward",
+                   backward ? (const void *)&gradient : &forward, verdict);
     if (!run_it && verdict == ORCHARD_OK) {
         return verdict;
     }

@@ -45,6 +45,19 @@ static void expect_same_from_explain(const char *op, const void *args, orchard_s
     CHECK(memcmp(&explanation, &untouched, sizeof explanation) == 0);
 }
 
+/* Neither does a plan that is handed out, for a device that is only described. */
+static void expect_same_from_launches(const char *op, const void *args, orchard_status want)
+{
+    static const orchard_device_info device = {
+        .group_threads = 1024, .simd_width = 32, .local_bytes = 32768};
+    char sentence[512];
+    orchard_launches *launches = (orchard_launches *)&sentence;
+    snprintf(sentence, sizeof sentence, "%s", orchard_last_error());
+    CHECK_INT(orchard_launches_create(ctx, &launches, op, args, "metal", &device), want);
+    CHECK_STRING(orchard_last_error(), sentence);
+    CHECK(launches == NULL);
+}
+
 static void refuse(const char *where, fixture *f, int calls, orchard_status want, const char *words)
 {
     static fixture_memory before;
@@ -52,10 +65,12 @@ static void refuse(const char *where, fixture *f, int calls, orchard_status want
     if (calls & FORWARD) {
         expect_refusal(where, "attention_forward", fixture_forward(ctx, f), want, words);
         expect_same_from_explain("attention_forward", &f->forward, want);
+        expect_same_from_launches("attention_forward", &f->forward, want);
     }
     if (calls & BACKWARD) {
         expect_refusal(where, "attention_backward", fixture_backward(ctx, f), want, words);
         expect_same_from_explain("attention_backward", &f->backward, want);
+        expect_same_from_launches("attention_backward", &f->backward, want);
     }
     if (memcmp(&before, &f->memory, sizeof before) != 0) {
         CHECK_FAIL("%s: memory was written by a refused call", where);

@@ -78,7 +78,7 @@ static void plan_dkv(orch_gpu_plan *plan, const orch_attention *p, const orch_at
 void orch_attention_matrix_backward(orch_gpu_plan *plan, const orch_attention *p,
                                     const orch_attention_sizes *n, bool queries, bool keys)
 {
-    const int64_t rows = p->H / p->G * p->T;
+    const int64_t rows = queries ? p->H / p->G * p->T : 0; /* without heads G is 0 too */
     if (queries && (p->dq.present || keys)) {
         orch_attention_sizes m = matrix_sizes(p, n, 0, 0, 0);
         m.rb = 1;

@@ -409,7 +409,7 @@ static void explain(journey *j, orchard_explanation *explanation)
     }
 }
 
-static orchard_status find_op(const char *call, const char *name, orch_op *op)
+orchard_status orch_op_find(const char *call, const char *name, orch_op *op)
 {
     int found = 0;
     while (found < ORCH_OP_COUNT && strcmp(name, orch_op_entries[found].name) != 0) {
@@ -433,7 +433,7 @@ orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *arg
                                  : "explanation");
     }
     orch_op found;
-    ORCH_TRY(find_op("explain", op, &found));
+    ORCH_TRY(orch_op_find("explain", op, &found));
     ORCH_TRY(check_devices(ctx, found, false));
     const orchard_status status = start(&j, ctx, found, args);
     if (status == ORCHARD_OK) {
@@ -456,7 +456,7 @@ orchard_status orchard_tune_class(orchard_ctx *ctx, const char *op, const void *
                          : !args ? "args"
                                  : "text");
     }
-    ORCH_TRY(find_op("tune_class", op, &found));
+    ORCH_TRY(orch_op_find("tune_class", op, &found));
     const orchard_status status = start(&j, ctx, found, args);
     if (!status) {
         orch_route_class(found, j.problem, class);
@@ -478,7 +478,7 @@ orchard_status orchard_record_write(orchard_ctx *ctx, const char *path, const ch
                          : !op   ? "op"
                                  : "args");
     }
-    ORCH_TRY(find_op("record_write", op, &found));
+    ORCH_TRY(orch_op_find("record_write", op, &found));
     orchard_status status = start(&j, ctx, found, args);
     if (!status) {
         snprintf(j.story, sizeof j.story, "written by the program\n");

@@ -113,6 +113,19 @@ orchard_status orch_operands_locate(const char *op, orch_operand *operands, int3
     return ORCHARD_OK;
 }
 
+void orch_operands_hide(const orch_operand *operands, int32_t count)
+{
+    static int64_t nothing;
+    static orchard_buffer nowhere;
+    for (int32_t i = 0; i < count; i++) {
+        orchard_tensor *tensor = operands[i].tensor;
+        if (operands[i].role == ORCH_LENGTHS && orch_tensor_present(tensor) && !tensor->data) {
+            tensor->data = &nothing; /* for the checks of a tensor; it is nowhere in truth */
+            tensor->buffer = &nowhere;
+        }
+    }
+}
+
 orchard_status orch_operands_check(const char *op, const orch_operand *operands, int32_t count)
 {
     for (int32_t i = 0; i < count; i++) {
@@ -128,7 +141,8 @@ orchard_status orch_operands_check(const char *op, const orch_operand *operands,
         }
         ORCH_TRY(orch_tensor_check_distinct(op, a->name, a->tensor));
         for (int32_t j = i + 1; j < count; j++) {
-            if (orch_tensor_present(operands[j].tensor)) {
+            if (orch_tensor_present(operands[j].tensor) &&
+                !orch_lengths_hidden(operands[j].tensor)) {
                 ORCH_TRY(orch_tensor_check_apart(op, a->name, a->tensor, operands[j].name,
                                                  operands[j].tensor));
             }

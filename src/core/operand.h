@@ -46,6 +46,16 @@ orchard_status orch_operands_locate(const char *op, orch_operand *operands, int3
  * or with any other operand. */
 orchard_status orch_operands_check(const char *op, const orch_operand *operands, int32_t count);
 
+/* For a call that is only planned: lengths without memory are marked, and orch_lengths_hidden tells
+ * the room's check not to read them. After orch_operands_locate. */
+void orch_operands_hide(const orch_operand *operands, int32_t count);
+
+/* No other tensor has a buffer once it was located. */
+static inline bool orch_lengths_hidden(const orchard_tensor *lengths)
+{
+    return lengths->buffer != NULL;
+}
+
 /* For a backend on the host: waits for the devices and replaces private memory by copies. *moved: a
  * tensor has another address now, so that the room must check again. */
 orchard_status orch_operands_fetch(const char *op, const orch_operand *operands, int32_t count,

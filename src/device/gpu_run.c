@@ -20,6 +20,23 @@ static const char buffer_too_large[] = "an operand is larger than the device's l
 
 /* ---- Plan ------------------------------------------------------------------------------------ */
 
+static uint64_t extent_of(const orch_operand *operand)
+{
+    return orch_tensor_present(operand->tensor) ? orch_tensor_extent(operand->tensor) : 0;
+}
+
+const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps,
+                             orch_gpu_plan *plan)
+{
+    for (int32_t i = 0; i < call->operand_count; i++) {
+        if (extent_of(&call->operands[i]) > caps->buffer_bytes) {
+            return buffer_too_large;
+        }
+    }
+    memset(plan, 0, sizeof *plan);
+    return call->backend->slots[call->op]->device_plan(call->problem, caps, plan);
+}
+
 static const char *plan_call(const orch_call *call, orch_device **device, orch_gpu_plan *plan)
 {
     const orch_device_kind kind = call->backend->device_kind;
@@ -31,18 +48,13 @@ static const char *plan_call(const orch_call *call, orch_device **device, orch_g
         return is_cpu;
     }
     for (int32_t i = 0; i < call->operand_count; i++) {
-        const orchard_tensor *tensor = call->operands[i].tensor;
         const orchard_buffer *buffer = call->operands[i].buffer;
-        const uint64_t extent = orch_tensor_present(tensor) ? orch_tensor_extent(tensor) : 0;
-        if (extent > (*device)->caps.buffer_bytes) {
-            return buffer_too_large;
-        }
-        if (extent && buffer && buffer->device != *device && !buffer->memory.contents) {
+        if (extent_of(&call->operands[i]) && buffer && buffer->device != *device &&
+            !buffer->memory.contents) {
             return elsewhere;
         }
     }
-    memset(plan, 0, sizeof *plan);
-    return call->backend->slots[call->op]->device_plan(call->problem, &(*device)->caps, plan);
+    return orch_gpu_plan_on(call, &(*device)->caps, plan);
 }
 
 const char *orch_gpu_ask(const orch_call *call, size_t *scratch_bytes)
@@ -58,15 +70,23 @@ const char *orch_gpu_ask(const orch_call *call, size_t *scratch_bytes)
 
 /* ---- Kernels --------------------------------------------------------------------------------- */
 
+void orch_gpu_source(const orch_gpu_launch *launch, const char *language,
+                     const char *pieces[ORCH_GPU_PIECES])
+{
+    pieces[0] = launch->defines;
+    pieces[1] = strcmp(language, "metal") == 0 ? orch_text_prelude_metal : orch_text_prelude_cl;
+    pieces[2] = launch->common;
+    pieces[3] = launch->helpers ? launch->helpers : "";
+    pieces[4] = launch->text;
+}
+
 static orchard_status kernel_of(orchard_ctx *ctx, orch_device *device,
                                 const orch_gpu_launch *launch, const orch_kernel **kernel)
 {
-    const char *prelude = strcmp(device->class->language, "metal") == 0 ? orch_text_prelude_metal
-                                                                        : orch_text_prelude_cl;
-    const char *parts[5] = {launch->defines, prelude, launch->common,
-                            launch->helpers ? launch->helpers : "", launch->text};
+    const char *parts[ORCH_GPU_PIECES];
+    orch_gpu_source(launch, device->class->language, parts);
     size_t bytes = 1;
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < ORCH_GPU_PIECES; i++) {
         bytes += strlen(parts[i]);
     }
     char *text = ctx->alloc(ctx->alloc_user, NULL, 0, bytes);
@@ -75,7 +95,7 @@ static orchard_status kernel_of(orchard_ctx *ctx, orch_device *device,
                          launch->name, bytes);
     }
     char *at = text;
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < ORCH_GPU_PIECES; i++) {
         const size_t length = strlen(parts[i]);
         memcpy(at, parts[i], length);
         at += length;

@@ -4,6 +4,17 @@
 
 #include "core/dispatch.h"
 
+/* What a call would launch on a device that can so much: NULL and the plan, or why not. Operands
+ * have been checked. Needs no device. */
+const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps,
+                             orch_gpu_plan *plan);
+
+/* The text of a launch in a device's language ("cl", "metal"): these, one behind the other. The
+ * first are the launch's own defines. */
+#define ORCH_GPU_PIECES 5
+void orch_gpu_source(const orch_gpu_launch *launch, const char *language,
+                     const char *pieces[ORCH_GPU_PIECES]);
+
 const char *orch_gpu_ask(const orch_call *call, size_t *scratch_bytes);
 orchard_status orch_gpu_run(const orch_call *call, void *scratch);
 

@@ -1,0 +1,284 @@
+"""MPS tensors: the library's own kernels, launched inside PyTorch's queue.
+
+The C library says what to run (orchard/launch.h): kernel texts in MSL, grids, lists of scalars.
+`torch.mps.compile_shader` compiles the texts and encodes the launches into the same encoder that
+PyTorch's own operations use, so their order is PyTorch's, nothing waits, and no memory is copied:
+
+    launcher = Launcher(library, context, check)
+    reason = launcher.supported("attention_forward", operands, options)
+    if reason is None:
+        launcher.run("attention_forward", operands, options)     # writes operands["out"]
+
+What compile_shader promises, and what is made of it (torch 2.7 and later):
+- argument i is buffer i; a tensor binds the MTLBuffer of its storage, private or shared, at the
+  byte where the tensor starts. So views cost nothing, and the starts in the plan's list of ints
+  stay 0. Strides are not passed: they are in that list.
+- ints become int64, floats float32, lists of them arrays: just what the kernels take, no casts.
+- `threads` counts the threads of the whole grid, not groups.
+- dtypes are not compared with the kernel's parameters: the plan's own checks do that.
+- nothing is kept: one library for each text is kept here.
+
+Every buffer index must be bound anew, since the encoder still holds what others bound: absent and
+empty operands are bound to a few bytes that no kernel touches. Writes do not count as in-place
+changes for autograd: outputs must be fresh tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+import torch
+
+from . import _launch
+
+# As in orchard/core.h.
+DTYPES: Dict[torch.dtype, int] = {
+    torch.float64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4, torch.int64: 5,
+    torch.int32: 6, torch.int16: 7, torch.int8: 8, torch.uint8: 9, torch.bool: 10}
+
+# Lengths, whose numbers the C library checks if it is given them.
+LENGTHS = ("key_lengths", "cu_seqlens_q", "cu_seqlens_k")
+
+NOT_COMPILED = "the device's compiler refused a kernel"  # as the C library says it
+NO_COMPILER = "this PyTorch cannot compile shaders: torch.mps.compile_shader needs 2.7"
+
+# Does this GPU have 8x8 matrices, and how wide is a SIMD group? Asked by compiling, not by name.
+_PROBE = """#include <metal_stdlib>
+using namespace metal;
+kernel void orchard_probe(device float *x [[buffer(0)]])
+{
+    %s
+}
+"""
+_MATRIX = "simdgroup_float8x8 a(1.0f); simdgroup_multiply(a, a, a); simdgroup_store(a, x, 8);"
+
+# Storages get addresses so far apart, above all real ones, so that the C library finds overlaps.
+_STORAGE_BITS = 50
+_MOST_PLANS = 512
+
+
+class Unsupported(NotImplementedError):
+    """This call is not for the launcher; the text says why."""
+
+    def __init__(self, op: str, reason: str) -> None:
+        super().__init__(f"{op}: mps did not take the call ({reason})")
+        self.op, self.reason = op, reason
+
+
+class _Ready:
+    """A plan whose kernels are compiled."""
+
+    __slots__ = ("plan", "kernels")
+
+    def __init__(self, plan: _launch.Plan, kernels: List[Any]) -> None:
+        self.plan, self.kernels = plan, kernels
+
+
+def _on_host(lengths: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which are those that kernels will read with."""
+    host = lengths.cpu()
+    if host.stride() == lengths.stride():
+        return host
+    if 0 in lengths.stride():
+        return lengths[:1].cpu().expand(lengths.shape)
+    return torch.empty_strided(lengths.shape, lengths.stride(), dtype=lengths.dtype).copy_(host)
+
+
+class Launcher:
+    """Runs operations of the C library on MPS tensors.
+
+    `library` is liborchard, `context` gives this thread's orchard_ctx, `check` raises what a status
+    stands for. `mps` is torch.mps, or what a test puts in its place.
+    """
+
+    def __init__(self, library: ctypes.CDLL, context: Callable[[], ctypes.c_void_p],
+                 check: Callable[[int], None], mps: Any = torch.mps) -> None:
+        _launch.declare(library)
+        self._library, self._context, self._check, self._mps = library, context, check, mps
+        self._device: Optional[_launch.DeviceInfo] = None
+        self._lock = threading.RLock()
+        self._libraries: Dict[Tuple[bytes, Tuple[int, ...]], Any] = {}  # or why it did not compile
+        self._plans: Dict[tuple, _Ready] = {}
+        self._nothing: Dict[torch.device, torch.Tensor] = {}
+        self._counts: Dict[Tuple[str, Optional[str]], int] = {}
+        self.compiled = 0  # libraries, so far
+
+    # ---- The device ------------------------------------------------------------------------------
+
+    def device(self) -> _launch.DeviceInfo:
+        """What plans are made for. Every GPU that torch >= 2.7 runs on is Apple's own: 32 KiB of
+        threadgroup memory and 1024 threads are sure, the rest is asked for."""
+        with self._lock:
+            if self._device is None:
+                matrix = 1
+                try:
+                    probe = self._mps.compile_shader(_PROBE % _MATRIX).orchard_probe
+                except (SyntaxError, RuntimeError):
+                    matrix, probe = 0, self._mps.compile_shader(_PROBE % "").orchard_probe
+                self._device = _launch.DeviceInfo(
+                    name=b"torch.mps", group_threads=1024, local_bytes=32768, matrix=matrix,
+                    simd_width=probe.thread_execution_width)
+            return self._device
+
+    # ---- From a call to compiled kernels ---------------------------------------------------------
+
+    def _library_of(self, launch: _launch.OneLaunch) -> Any:
+        with self._lock:
+            found = self._libraries.get(launch.text)
+            if found is None:
+                try:
+                    found = self._mps.compile_shader(_launch.source(launch))
+                    self.compiled += 1
+                except (SyntaxError, RuntimeError) as why:  # remembered: it would not help again
+                    found = str(why).strip() or "no reason was given"
+                self._libraries[launch.text] = found
+            return found
+
+    def _kernel_of(self, launch: _launch.OneLaunch, width: int) -> Tuple[Any, Optional[str]]:
+        """The kernel, or why it cannot run."""
+        library = self._library_of(launch)
+        if isinstance(library, str):
+            return None, f"{NOT_COMPILED}: {launch.kernel}: {library.splitlines()[0]}"
+        try:
+            kernel = getattr(library, launch.kernel)
+        except (AttributeError, RuntimeError) as why:
+            return None, f"{NOT_COMPILED}: {launch.kernel}: {why}"
+        most, wide = kernel.max_threads_per_threadgroup, kernel.thread_execution_width
+        if launch.group[0] > most:
+            return None, (f"kernel {launch.kernel} cannot run with {launch.group[0]} threads in a "
+                          f"group, the limit is {most}")
+        if wide != width:
+            return None, f"kernel {launch.kernel} runs {wide} threads in step, planned were {width}"
+        return kernel, None
+
+    def _describe(self, op: str, operands: Mapping[str, Optional[torch.Tensor]],
+                  options: Mapping[str, Any], check_lengths: bool, asking: bool
+                  ) -> Tuple[tuple, List[Tuple[str, torch.Tensor, int]]]:
+        """All that a plan depends on, and each operand with the number that says where it lies."""
+        storages: Dict[int, int] = {}
+        described, key = [], []
+        for name, tensor in operands.items():
+            if tensor is None:
+                continue
+            if tensor.device.type != "mps" and not (asking and tensor.is_meta):
+                raise ValueError(f"{op}: {name} is on {tensor.device}, must be on mps")
+            if tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
+                raise ValueError(f"{op}: {name} is not a plain strided tensor")
+            if tensor.dtype not in DTYPES:
+                raise TypeError(f"{op}: {name} is {tensor.dtype}, which no operation takes")
+            storage = -id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+            place = storages.setdefault(storage, len(storages) + 1)
+            offset = tensor.storage_offset()
+            described.append((name, tensor, (place << _STORAGE_BITS)
+                              + offset * tensor.element_size()))
+            key.append((name, place, offset, tensor.dtype, tensor.shape, tensor.stride()))
+        return (op, check_lengths, tuple(key), tuple(options.items())), described
+
+    def _arguments(self, op: str, described: List[Tuple[str, torch.Tensor, int]],
+                   options: Mapping[str, Any], check_lengths: bool
+                   ) -> Tuple[_launch.Arguments, List[torch.Tensor]]:
+        """The args struct, and host tensors that must outlive it."""
+        arguments, kept = _launch.Arguments(op), []
+        for name, tensor, address in described:
+            if name in LENGTHS:
+                address = 0
+                if check_lengths:
+                    kept.append(_on_host(tensor))
+                    address = kept[-1].data_ptr()
+            try:
+                arguments.set_tensor(name, address, DTYPES[tensor.dtype], tensor.shape,
+                                     tensor.stride())
+            except KeyError:
+                raise TypeError(f"{op}: there is no operand {name}") from None
+        for name, value in options.items():
+            try:
+                arguments.set_option(name, value)
+            except KeyError:
+                raise TypeError(f"{op}: there is no option {name}") from None
+        return arguments, kept
+
+    def _prepare(self, op: str, operands: Mapping[str, Optional[torch.Tensor]],
+                 options: Mapping[str, Any], check_lengths: bool, asking: bool = False
+                 ) -> Tuple[_Ready, Optional[str]]:
+        """The plan with its kernels; or why there is none."""
+        if not hasattr(self._mps, "compile_shader"):
+            return _Ready(_launch.Plan(NO_COMPILER, [], [], [], [], []), []), NO_COMPILER
+        key, described = self._describe(op, operands, options, check_lengths, asking)
+        ready = self._plans.get(key)
+        if ready is not None:
+            return ready, None
+        device = self.device()
+        arguments, kept = self._arguments(op, described, options, check_lengths)
+        plan = _launch.make_plan(self._library, self._context(), op, arguments, device, self._check)
+        ready = _Ready(plan, [])
+        if plan.reason is not None:
+            return ready, plan.reason
+        for launch in plan.launches:
+            kernel, reason = self._kernel_of(launch, device.simd_width)
+            if reason is not None:
+                return ready, reason
+            ready.kernels.append(kernel)
+        if not kept and not options.get("dropout"):  # lengths and seeds are others the next time
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = ready
+        return ready, None
+
+    # ---- Asking and running ----------------------------------------------------------------------
+
+    def supported(self, op: str, operands: Mapping[str, Optional[torch.Tensor]],
+                  options: Mapping[str, Any] = {}, *, check_lengths: bool = True,
+                  count: bool = True) -> Optional[str]:
+        """None: `run` would take the call; its kernels are compiled then. Otherwise why not, and
+        the refusal is counted unless `count` is False. Raises where the call is wrong. Outputs may
+        be meta tensors: there is no need to make them first."""
+        _, reason = self._prepare(op, operands, options, check_lengths, asking=True)
+        if reason is not None and count:
+            self._count(op, reason)
+        return reason
+
+    def run(self, op: str, operands: Mapping[str, Optional[torch.Tensor]],
+            options: Mapping[str, Any] = {}, *, check_lengths: bool = True) -> None:
+        """Queues the operation; its outputs are among the operands and must be fresh.
+
+        `operands` has the names of the C struct's tensors, `options` those of its scalars.
+        `check_lengths`: the numbers of key_lengths and cu_seqlens are brought to the host and
+        checked, which waits for the GPU; without, they must be right.
+        """
+        ready, reason = self._prepare(op, operands, options, check_lengths)
+        if reason is not None:
+            self._count(op, reason)
+            raise Unsupported(op, reason)
+        plan = ready.plan
+        if plan.launches:
+            device = next(t for t in operands.values() if t is not None).device
+            bound: List[Any] = []
+            for name in plan.operands:
+                tensor = operands.get(name)
+                present = tensor is not None and tensor.numel()
+                bound.append(tensor if present else self._dummy(device))
+            for size in plan.scratch:
+                bound.append(torch.empty(size, dtype=torch.uint8, device=device))
+            bound += (plan.ints, plan.floats)
+            for launch, kernel in zip(plan.launches, ready.kernels):
+                kernel(*bound, threads=launch.threads, group_size=launch.group)
+        self._count(op, None)
+
+    def _dummy(self, device: torch.device) -> torch.Tensor:
+        found = self._nothing.get(device)
+        if found is None:
+            found = self._nothing[device] = torch.empty(16, dtype=torch.uint8, device=device)
+        return found
+
+    # ---- What happened ---------------------------------------------------------------------------
+
+    def _count(self, op: str, reason: Optional[str]) -> None:
+        with self._lock:
+            self._counts[op, reason] = self._counts.get((op, reason), 0) + 1
+
+    def report(self) -> List[Tuple[str, Optional[str], int]]:
+        """(operation, why it was refused or None, how often), as orchard_report tells it."""
+        with self._lock:
+            return [(op, reason, count) for (op, reason), count in self._counts.items()]

@@ -1,0 +1,172 @@
+/* A call's plan, handed out: the public face of gpu_plan.h (orchard/launch.h). What is told here is
+ * made by the functions that gpu_run.c launches with. */
+#include <orchard/launch.h>
+
+#include <stdalign.h>
+#include <string.h>
+
+#include "core/context.h"
+#include "device/gpu_run.h"
+
+/* No buffer is larger, whatever the caller says: tensors without memory may have any size, and
+ * plans multiply it. */
+#define MOST_BYTES ((size_t)1 << 48)
+
+static const char not_implemented[] = "not implemented on this backend";
+
+_Static_assert(ORCHARD_SOURCE_PIECES == ORCH_GPU_PIECES, "the same pieces");
+_Static_assert(ORCH_GPU_MAX_INTS * sizeof(int64_t) <= 4096, "the list fits one argument");
+_Static_assert(ORCH_MAX_OPERANDS + ORCH_GPU_MAX_SCRATCH + 2 <= ORCH_MAX_ARGUMENTS, "31 arguments");
+
+/* The one block. */
+typedef struct handout {
+    orchard_launches open; /* first: what the caller holds */
+    orchard_alloc_fn alloc;
+    void *alloc_user;
+    orchard_launch launch[ORCH_GPU_MAX_LAUNCHES];
+    const char *operand[ORCH_MAX_OPERANDS];
+    uint64_t scratch_bytes[ORCH_GPU_MAX_SCRATCH];
+    orch_gpu_plan plan;
+} handout;
+
+/* ---- The call -------------------------------------------------------------------------------- */
+
+static orchard_status find_backend(const char *name, const orch_backend **backend)
+{
+    for (int32_t i = 0; orch_backends[i]; i++) {
+        if (orch_backends[i]->on_device && strcmp(orch_backends[i]->name, name) == 0) {
+            *backend = orch_backends[i];
+            return ORCHARD_OK;
+        }
+    }
+    return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                     "launches: \"%.64s\" is not a backend of devices: \"metal\", \"opencl\"",
+                     name);
+}
+
+static orchard_status describe_device(const orchard_device_info *info, orch_device_caps *caps)
+{
+    if (info->group_threads < 1 || info->simd_width < 1) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                         "launches: a device with group_threads %d and simd_width %d: each must be "
+                         "1 or more",
+                         (int)info->group_threads, (int)info->simd_width);
+    }
+    const uint64_t buffer = info->buffer_bytes;
+    *caps = (orch_device_caps){.group_threads = info->group_threads,
+                               .simd_width = info->simd_width,
+                               .local_bytes = (size_t)info->local_bytes,
+                               .buffer_bytes = buffer && buffer < MOST_BYTES ? buffer : MOST_BYTES,
+                               .memory_bytes = (size_t)info->memory_bytes,
+                               .matrix = info->matrix != 0};
+    return ORCHARD_OK;
+}
+
+/* Checks as dispatch does, then asks the room. */
+static orchard_status make_plan(orch_call *call, const void *caller_args,
+                                const orch_device_caps *caps, handout *h)
+{
+    alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE], problem[ORCH_MAX_PROBLEM_SIZE];
+    orch_operand operands[ORCH_MAX_OPERANDS] = {{0}};
+    orch_copies copies = {.ctx = call->ctx};
+    const orch_op_entry *entry = &orch_op_entries[call->op];
+    orch_args_import(call->ctx, args, caller_args, entry->layouts, entry->layout_count);
+    const int32_t count = entry->operands(args, operands);
+    orchard_status status = orch_operands_locate(entry->name, operands, count, &copies);
+    if (!status) {
+        orch_operands_hide(operands, count);
+        status = entry->check(call->ctx, args, problem);
+    }
+    status = status ? status : orch_operands_check(entry->name, operands, count);
+    if (!status) {
+        call->problem = problem;
+        call->operands = operands;
+        call->operand_count = count;
+        h->open.reason = call->backend->slots[call->op] ? orch_gpu_plan_on(call, caps, &h->plan)
+                                                        : not_implemented;
+        h->open.operand_count = count;
+        for (int32_t i = 0; i < count; i++) {
+            h->operand[i] = operands[i].name;
+        }
+    }
+    orch_copies_free(&copies);
+    return status;
+}
+
+/* ---- The block ------------------------------------------------------------------------------- */
+
+static void open_up(handout *h, const orch_backend *backend)
+{
+    const orch_gpu_plan *plan = &h->plan;
+    orchard_launches *open = &h->open;
+    const char *language = backend->device_kind == ORCH_METAL ? "metal" : "cl";
+    open->operand = h->operand;
+    if (open->reason) {
+        return;
+    }
+    open->count = plan->launch_count;
+    open->launch = h->launch;
+    open->scratch_count = plan->scratch_count;
+    open->scratch_bytes = h->scratch_bytes;
+    open->int_count = plan->int_count;
+    open->ints = h->plan.ints;
+    open->float_count = plan->float_count;
+    open->floats = plan->floats;
+    for (int32_t i = 0; i < plan->scratch_count; i++) {
+        h->scratch_bytes[i] = plan->scratch_bytes[i];
+    }
+    for (int32_t i = 0; i < plan->launch_count; i++) {
+        orchard_launch *launch = &h->launch[i];
+        launch->kernel = plan->launch[i].name;
+        launch->threads = plan->launch[i].threads;
+        memcpy(launch->groups, plan->launch[i].groups, sizeof launch->groups);
+        orch_gpu_source(&plan->launch[i], language, launch->source);
+    }
+}
+
+orchard_status orchard_launches_create(orchard_ctx *ctx, orchard_launches **launches,
+                                       const char *op, const void *args, const char *backend,
+                                       const orchard_device_info *device)
+{
+    orch_device_caps caps;
+    orch_call call = {.ctx = ctx};
+    if (launches) {
+        *launches = NULL;
+    }
+    if (!ctx || !launches || !op || !args || !backend || !device) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "launches: %s is NULL",
+                         !ctx        ? "ctx"
+                         : !launches ? "launches"
+                         : !op       ? "op"
+                         : !args     ? "args"
+                         : !backend  ? "backend"
+                                     : "device");
+    }
+    ORCH_TRY(orch_op_find("launches", op, &call.op));
+    ORCH_TRY(find_backend(backend, &call.backend));
+    ORCH_TRY(describe_device(device, &caps));
+    handout *h = ctx->alloc(ctx->alloc_user, NULL, 0, sizeof *h);
+    if (!h) {
+        return orch_fail(ORCHARD_ERROR_MEMORY, "launches: no memory for a plan (%zu bytes)",
+                         sizeof *h);
+    }
+    memset(h, 0, sizeof *h);
+    h->alloc = ctx->alloc;
+    h->alloc_user = ctx->alloc_user;
+    const orchard_status status = make_plan(&call, args, &caps, h);
+    if (status) {
+        orchard_launches_free(&h->open);
+        return status;
+    }
+    open_up(h, call.backend);
+    *launches = &h->open;
+    return ORCHARD_OK;
+}
+
+void orchard_launches_free(orchard_launches *launches)
+{
+    if (launches) {
+        handout *h = (handout *)launches;
+        h->alloc(h->alloc_user, h, sizeof *h, 0);
+    }
+}
