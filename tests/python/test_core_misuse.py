@@ -104,7 +104,8 @@ def random_calls(first, count):
         maybe = lambda make, chance=0.2: make() if r.random() < chance else None
         call = {
             "bias": maybe(lambda: values(either(B), either(heads), either(T), either(S))),
-            "mask": maybe(lambda: values(either(B), either(heads), either(T), either(S), kind="bool")),
+            "mask": maybe(lambda: values(either(B), either(heads), either(T), either(S),
+                                         kind="bool")),
             "alibi": maybe(lambda: values(heads, kind=wide)),
             "sinks": maybe(lambda: values(heads, kind=r.choice([wide, dtype]))),
             "key_lengths": maybe(lambda: rng.integers(-(r.random() < 0.1), S + 1, B), 0.1),

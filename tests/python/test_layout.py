@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layout")
-    # The name under which the library is asked for carries its version, the package's file does not.
+    # The library is asked for by a name with its version, which the package's file does not have.
     major = _structs.VERSION_MAJOR
     name = f"liborchard.{major}.dylib" if MACOS else f"liborchard.so.{major}"
     (folder / name).symlink_to(_library.path())

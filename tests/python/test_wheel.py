@@ -172,7 +172,7 @@ def test_fresh_environment(program, tmp_path):
     # Without torch: one clear sentence, no chain of others.
     for code in ("import orchard.torch", "import orchard; orchard.enable()"):
         last = run(venv, "-c", code, status=1).stderr.strip().splitlines()[-1]
-        assert last.startswith(("ImportError: ", "ModuleNotFoundError: ")) and "torch" in last.lower()
+        assert re.match(r"(ModuleNotFound|Import)Error: .*(needs PyTorch|'orchard.torch')", last)
 
     # The command, both ways, with its exit status.
     assert run(venv, "-m", "orchard", "--version").stdout == f"orchard {version()}\n"
@@ -205,12 +205,18 @@ def test_doctor_through_python():
 # ---- The source package --------------------------------------------------------------------------
 
 
-def test_source_package(tmp_path):
-    subprocess.run([sys.executable, "-c", "import sys; from scikit_build_core.build import build_sdist;"
-                    "build_sdist(sys.argv[1])", str(tmp_path)], check=True, cwd=ROOT,
+@pytest.fixture(scope="module")
+def source_package(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    code = "import sys, scikit_build_core.build as b; b.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=ROOT,
                    capture_output=True)
-    (file,) = tmp_path.glob("orchard-*.tar.gz")
-    with tarfile.open(file) as archive:
+    (file,) = folder.glob("orchard-*.tar.gz")
+    return file
+
+
+def test_source_package(source_package):
+    with tarfile.open(source_package) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     tracked = subprocess.run(["git", "-C", str(ROOT), "ls-files", "--cached", "--others",
                               "--exclude-standard"], capture_output=True, text=True,
@@ -223,13 +229,9 @@ def test_source_package(tmp_path):
     assert extra <= {"PKG-INFO", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}, extra
 
 
-def test_the_source_package_configures(tmp_path):
+def test_the_source_package_configures(source_package, tmp_path):
     """Also where OpenBLAS is there: what only the tree has must not be asked for."""
-    subprocess.run([sys.executable, "-c", "import sys; from scikit_build_core.build import build_sdist;"
-                    "build_sdist(sys.argv[1])", str(tmp_path)], check=True, cwd=ROOT,
-                   capture_output=True)
-    (file,) = tmp_path.glob("orchard-*.tar.gz")
-    with tarfile.open(file) as archive:
+    with tarfile.open(source_package) as archive:
         archive.extractall(tmp_path, filter="data")
     (folder,) = [p for p in tmp_path.iterdir() if p.is_dir()]
     done = subprocess.run(["cmake", "-S", str(folder), "-B", str(tmp_path / "b"),
