@@ -1,0 +1,124 @@
+"""The ops of ops.py inside autograd Functions: first and second order.
+
+Three classes, because torch wants it so:
+  AttentionFast      keeps what backward needs in `forward`: fastest, compiles everywhere;
+  Attention          the same with a separate `setup_context`, which torch.func's transforms demand;
+  AttentionBackward  makes backward itself differentiable (create_graph=True): its own backward
+                     recomputes the explicit formula (second.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._library import UnsupportedError
+from . import batching, ops, outputs, second
+
+TENSORS = 11  # how many of the arguments are tensors: q ... seed
+NO_FORWARD_MODE = ("attention has no forward-mode derivative (torch.func.jvp, forward AD); "
+                   "use reverse mode: torch.func.vjp or backward()")
+_ABSENT = (None,) * (TENSORS - 3)
+
+
+def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
+    """dq ... dsinks, None where not needed; differentiable if gradients are being recorded."""
+    if not needs or (dout is None and dlse is None):
+        return (None,) * 5
+    if dout is None:
+        dout = out.new_zeros(()).expand(out.shape)
+    if torch.is_grad_enabled():
+        made = AttentionBackward.apply(needs, dout, dlse, out, lse, *tensors, *options)
+    else:
+        made = ops.backward(needs, dout, dlse, out, lse, *tensors, *options)
+    return tuple(x if needs >> i & 1 else None for i, x in enumerate(made))
+
+
+class AttentionFast(torch.autograd.Function):
+    """out, or (out, lse), of orchard::attention_forward. What takes no gradient comes in one tuple,
+    absent tensors are not saved, an lse that nobody wants is no output: each saves microseconds."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, sinks, rest, with_lse):
+        mask, alibi, key_lengths, cu_q, cu_k, seed = rest[:6]
+        ctx.options = options = rest[6:]
+        out, lse = ops.forward(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q, cu_k, seed,
+                               *options)
+        if bias is mask is alibi is sinks is key_lengths is cu_q is cu_k is seed is None:
+            ctx.save_for_backward(out, lse, q, k, v)
+        else:
+            ctx.save_for_backward(out, lse, q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q,
+                                  cu_k, seed)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if with_lse else out
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):  # and no jvp: a class that has one cannot be compiled
+        q, k, v, bias, sinks, _, _ = ctx.needs_input_grad
+        needs = q | k << 1 | v << 2 | bias << 3 | sinks << 4
+        out, lse, *tensors = ctx.saved_tensors
+        if len(tensors) > 3 or dout is None or not needs or torch.is_grad_enabled():
+            tensors = (*tensors, *_ABSENT)[:TENSORS]
+            return (*_gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None, None)
+        dq, dk, dv, _, _ = ops.backward(needs, dout, dlse, out, lse, *tensors, *_ABSENT,
+                                        *ctx.options)
+        return dq if q else None, dk if k else None, dv if v else None, None, None, None, None
+
+
+class Attention(torch.autograd.Function):
+    """The same for torch.func, with the arguments of the op's schema."""
+
+    @staticmethod
+    def forward(*args):
+        return ops.forward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*output, *inputs[:TENSORS])
+        ctx.options = inputs[TENSORS:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        out, lse, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        needs = sum(bit for at, bit in zip((0, 1, 2, 3, 6), outputs.GRADIENTS) if wanted[at])
+        dq, dk, dv, dbias, dsinks = _gradients(needs, dout, dlse, out, lse, tensors, ctx.options)
+        return (dq, dk, dv, dbias, None, None, dsinks,
+                *[None] * (TENSORS - 7 + len(ctx.options)))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise UnsupportedError(NO_FORWARD_MODE)
+
+    vmap = staticmethod(batching.forward)
+
+
+class AttentionBackward(torch.autograd.Function):
+    """(dq, dk, dv, dbias, dsinks) of orchard::attention_backward, differentiable once more.
+
+    The gradients are functions of dout, dlse, q, k, v, bias and sinks; out and lse, which the op
+    takes to save work, depend on those and so carry no derivative of their own.
+    """
+
+    @staticmethod
+    def forward(*args):
+        return ops.backward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        needs, dout, dlse, _, _ = inputs[:5]
+        ctx.save_for_backward(dout, dlse, *inputs[5:5 + TENSORS])
+        ctx.needs, ctx.options = needs, inputs[5 + TENSORS:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[made for bit, made in zip(outputs.GRADIENTS, output)
+                                      if not needs & bit])
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        dout, dlse, *tensors = ctx.saved_tensors
+        found = second.backward(ctx.needs, cotangents, dout, dlse, tensors, ctx.options)
+        ddout, ddlse, dq, dk, dv, dbias, dsinks = found
+        return (None, ddout, ddlse, None, None, dq, dk, dv, dbias, None, None, dsinks,
+                *[None] * (TENSORS - 7 + len(ctx.options)))
+
+    vmap = staticmethod(batching.backward)

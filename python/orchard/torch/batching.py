@@ -1,0 +1,98 @@
+"""torch.func.vmap: the mapped dimension joins the batch.
+
+Where it cannot (sinks have no batch dimension, packed sequences, one dropout mask for all samples)
+the samples are computed one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, List, Optional, Sequence
+
+import torch
+
+SINKS, CU_SEQLENS, SEED, DROPOUT = 6, 8, 10, 19  # places among the arguments of ops.ATTENTION
+DSINKS = 16                                      # ops.DSINKS
+
+
+def _one_by_one(call: Callable, count: int, in_dims: Sequence, args: Sequence):
+    def sample(i: int) -> List:
+        return [a if d is None else a.select(d, i) for a, d in zip(args, in_dims)]
+
+    samples = [call(*sample(i)) for i in range(count)]
+    return tuple(torch.stack(column) for column in zip(*samples)), (0,) * len(samples[0])
+
+
+def _fold(count: int, batch: int, tensor: Optional[torch.Tensor], dim: Optional[int],
+          rank: int, split: bool) -> Optional[torch.Tensor]:
+    """[count,batch,...] as [count*batch,...]; a tensor without batch that all share stays so."""
+    if tensor is None:
+        return None
+    if dim is None:
+        if tensor.dim() < rank or (tensor.shape[0] == 1 and not split):
+            return tensor
+        tensor = tensor.expand(count, *tensor.shape)
+    else:
+        tensor = tensor.movedim(dim, 0)
+        if tensor.dim() == rank:  # slopes [H] of each sample
+            tensor = tensor.unsqueeze(1)
+    return tensor.expand(count, batch, *tensor.shape[2:]).flatten(0, 1)
+
+
+def _fold_attention(count: int, in_dims: Sequence, args: Sequence, split_bias: bool) -> List:
+    q, q_dim = args[0], in_dims[0]
+    batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
+    ranks = (4, 4, 4, 4, 4, 2, None, 1)
+    folded = list(args)
+    for i, rank in enumerate(ranks):
+        if rank is not None:
+            split = i < 3 or (i == 3 and split_bias)
+            folded[i] = _fold(count, batch, args[i], in_dims[i], rank, split)
+    if in_dims[SEED] is not None:  # batch elements differ already
+        folded[SEED] = args[SEED].select(in_dims[SEED], 0)
+    return folded
+
+
+def _unfoldable(in_dims: Sequence, args: Sequence) -> bool:
+    return (in_dims[SINKS] is not None or args[CU_SEQLENS] is not None
+            or (args[DROPOUT] > 0 and in_dims[SEED] is None))
+
+
+def map_forward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
+    """vmap's rule for a call with the arguments of attention_forward."""
+    if _unfoldable(in_dims, args) or not count:
+        return _one_by_one(call, count, in_dims, args)
+    out, lse = call(*_fold_attention(count, in_dims, args, False))
+    return (out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))), (0, 0)
+
+
+def map_backward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
+    """vmap's rule for a call with the arguments of attention_backward."""
+    needs, own, rest = args[0], args[1:5], args[5:]
+    if _unfoldable(in_dims[5:], rest) or needs & DSINKS or not count:
+        return _one_by_one(call, count, in_dims, args)
+    folded = _fold_attention(count, in_dims[5:], rest, True)
+    batch = folded[0].shape[0] // count
+    ranks = (4, 3, 4, 3)
+    own = [_fold(count, batch, x, d, r, True) for x, d, r in zip(own, in_dims[1:5], ranks)]
+    made = list(call(needs, *own, *folded))
+    for i, gradient in enumerate(made):
+        if needs >> i & 1:
+            made[i] = gradient.unflatten(0, (count, batch))
+    bias, dim = rest[3], in_dims[5 + 3]
+    if needs & 8 and batch > 1:
+        if (bias if dim is None else bias.movedim(dim, 0)[0]).shape[0] == 1:
+            made[3] = made[3].sum(1, keepdim=True)
+    dims = tuple(0 if needs >> i & 1 else None for i in range(5))
+    return tuple(made), dims
+
+
+def forward(info, in_dims, *args):
+    """Attention's vmap."""
+    from . import autograd
+    return map_forward(autograd.Attention.apply, info.batch_size, in_dims, args)
+
+
+def backward(info, in_dims, *args):
+    """AttentionBackward's vmap."""
+    from . import autograd
+    return map_backward(autograd.AttentionBackward.apply, info.batch_size, in_dims, args)

@@ -1,0 +1,55 @@
+"""From torch tensors to the C library's structs."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+
+from .. import _structs
+from .._library import DtypeError
+
+DTYPES = {
+    torch.float64: _structs.F64, torch.float32: _structs.F32, torch.float16: _structs.F16,
+    torch.bfloat16: _structs.BF16, torch.int64: _structs.I64, torch.int32: _structs.I32,
+    torch.int16: _structs.I16, torch.int8: _structs.I8, torch.uint8: _structs.U8,
+    torch.bool: _structs.BOOL,
+}
+
+
+def describe(target: _structs.Tensor, tensor: Optional[torch.Tensor], op: str, name: str) -> None:
+    """Fills `target` with a torch tensor; the caller keeps the torch tensor alive."""
+    if tensor is None:
+        return
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise DtypeError(f"{op}: {name} is {tensor.dtype}, which Orchard does not know")
+    rank = tensor.dim()
+    target.data = tensor.data_ptr() or None
+    target.dtype = dtype
+    target.rank = rank
+    target.size[:rank] = tensor.shape
+    target.stride[:rank] = tensor.stride()
+
+
+def attention(target: _structs.Attention, op: str, q: torch.Tensor, k: torch.Tensor,
+              v: torch.Tensor, bias: Optional[torch.Tensor], mask: Optional[torch.Tensor],
+              alibi: Optional[torch.Tensor], sinks: Optional[torch.Tensor],
+              key_lengths: Optional[torch.Tensor], cu_seqlens_q: Optional[torch.Tensor],
+              cu_seqlens_k: Optional[torch.Tensor], seed: Optional[torch.Tensor], max_t: int,
+              max_s: int, scale: Optional[float], causal: bool, bottom_right: bool,
+              window_left: int, window_right: int, softcap: float, dropout: float) -> None:
+    """Fills the struct that forward and backward share; parameters as in the ops' schemas."""
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask),
+                         ("alibi", alibi), ("sinks", sinks), ("key_lengths", key_lengths),
+                         ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        describe(getattr(target, name), tensor, op, name)
+    target.max_t, target.max_s = max_t, max_s
+    if scale is not None:
+        target.has_scale, target.scale = 1, scale
+    target.causal, target.align = causal, bottom_right
+    target.has_window = 1
+    target.window_left, target.window_right = window_left, window_right
+    target.softcap, target.dropout = softcap, dropout
+    if seed is not None:
+        target.seed = int(seed)

@@ -1,0 +1,92 @@
+"""`orchard::attention_forward` and `orchard::attention_backward`: schemas, kernels, fakes.
+
+Both are plain functions to torch: fresh outputs, nothing changed in place, the random seed an
+operand. They have no autograd formula of their own; function.py wraps them. The seed is a tensor,
+so that a compiled graph can draw a new one at each call; None where there is no dropout.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Callable, Tuple
+
+import torch
+
+from .._library import UnsupportedError
+from . import batching, cpu
+from .outputs import Tensors2, Tensors5, new_gradients, new_outputs
+
+# What forward and backward share, in this order everywhere: here, in kernels, in function.py.
+# No defaults: torch drops arguments that equal theirs before it calls a kernel.
+ATTENTION = ("Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi, "
+             "Tensor? sinks, Tensor? key_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+             "Tensor? seed, SymInt max_t, SymInt max_s, float? scale, bool causal, "
+             "bool bottom_right, SymInt window_left, SymInt window_right, float softcap, "
+             "float dropout")
+
+library = torch.library.Library("orchard", "FRAGMENT")
+# Outputs' strides follow the inputs': a compiler must not change the inputs' strides.
+_TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides")
+              if hasattr(torch.Tag, name))
+library.define(f"attention_forward({ATTENTION}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+library.define(f"attention_backward(int needs, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
+               f"{ATTENTION}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+               tags=_TAGS)
+forward = torch.ops.orchard.attention_forward.default
+backward = torch.ops.orchard.attention_backward.default
+
+
+# ---- Kernels -------------------------------------------------------------------------------------
+
+def kernel_for(device: str) -> Tuple[Callable[..., Tensors2], Callable[..., Tensors5]]:
+    """The (forward, backward) kernels of a device type: parameters as in the schemas.
+
+    The seam for other devices: `orchard.torch.mps` provides `forward` and `backward` for "mps".
+    """
+    if device == "cpu":
+        return cpu.forward, cpu.backward
+    if device == "mps":
+        try:
+            module = importlib.import_module("orchard.torch.mps")
+        except ModuleNotFoundError:
+            raise UnsupportedError("attention: this build of Orchard has no launcher for "
+                                   "device mps") from None
+        return module.forward, module.backward
+    raise UnsupportedError(f"attention: tensors are on device {device}, Orchard serves cpu and mps")
+
+
+def _forward_mps(*args) -> Tensors2:
+    return kernel_for("mps")[0](*args)
+
+
+def _backward_mps(*args) -> Tensors5:
+    return kernel_for("mps")[1](*args)
+
+
+cpu.register(library)
+library.impl("attention_forward", _forward_mps, "MPS")
+library.impl("attention_backward", _backward_mps, "MPS")
+
+
+# ---- Fakes: shapes and strides without memory ----------------------------------------------------
+
+@torch.library.register_fake("orchard::attention_forward", lib=library)
+def _forward_fake(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, *rest):
+    return new_outputs(q, v, cu_seqlens_q is not None)
+
+
+@torch.library.register_fake("orchard::attention_backward", lib=library)
+def _backward_fake(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest):
+    return new_gradients(needs, q, k, v, bias, sinks)
+
+
+# ---- vmap, for those who call the ops themselves -------------------------------------------------
+
+@torch.library.register_vmap("orchard::attention_forward", lib=library)
+def _forward_vmap(info, in_dims, *args):
+    return batching.map_forward(forward, info.batch_size, in_dims, args)
+
+
+@torch.library.register_vmap("orchard::attention_backward", lib=library)
+def _backward_vmap(info, in_dims, *args):
+    return batching.map_backward(backward, info.batch_size, in_dims, args)
