@@ -151,22 +151,24 @@ def compiled(target: Target, device: str) -> Verdict:
 # ---- Dropout -------------------------------------------------------------------------------------
 
 def identity_problem(**fields) -> Problem:
-    """v is the unit matrix, so that the output *is* the matrix of probabilities."""
-    return Problem(B=2, H=2, T=48, S=64, D=16, E=64, **fields)
+    """v is the unit matrix twice over, so that the output shows every probability, twice: who
+    drops outputs instead of probabilities drops the two apart."""
+    return Problem(B=2, H=2, T=48, S=64, D=16, E=128, **fields)
 
 
 def dropped(target: Target, device: str, p: float, seed: int, **fields):
     """(inputs, out, keep): one call with dropout and the multiplier that its output shows."""
     problem = identity_problem(**fields)
     inputs = build(problem, device)
-    unit = torch.eye(64, dtype=inputs.v.dtype, device=device).expand_as(inputs.v).contiguous()
+    unit = torch.eye(64, dtype=inputs.v.dtype, device=device).repeat(1, 2)
+    unit = unit.expand_as(inputs.v).contiguous()
     inputs.v = unit.requires_grad_("v" in problem.grads and not problem.no_grad)
     if "v" in inputs.leaves:
         inputs.leaves["v"] = inputs.v
     inputs.clean["v"] = unit.detach().clone()
     torch.manual_seed(seed)
     out = call(target, inputs, dropout_p=p)
-    keep = (out.detach().cpu() != 0).double() / (1.0 - p)
+    keep = (out.detach().cpu()[..., :64] != 0).double() / (1.0 - p)
     return problem, inputs, out, keep
 
 
