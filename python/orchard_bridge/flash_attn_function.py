@@ -89,10 +89,14 @@ def _fail(msg: str) -> None:
 
 # ---- Backward, and who runs it -------------------------------------------------------------------
 
+def on_mps(x: Tensor) -> bool:
+    return x.device.type == "mps"
+
+
 def differentiate(needs: int, *given) -> tuple:
     """orchard::attention_backward where the tensors are; if Metal fails, on the CPU."""
     run = autograd.AttentionBackward.apply if torch.is_grad_enabled() else ops.backward
-    if given[0].device.type != "mps":
+    if not on_mps(given[0]):
         tell(f"{BACKWARD} Metal kernel unavailable, attempting reference fallback.", sys.stderr)
         return run(needs, *given)
     try:

@@ -81,9 +81,19 @@ class State(NamedTuple):
 def unpack(state: Tensor, call: Call) -> State:
     """The state of exactly this call, or a sentence that says whose it is."""
     check(state, call)
-    seed = state[:HEADER].cpu().view(torch.int64)[-1] if call.dropout_p > 0 else None
-    lse = state[HEADER:].to(call.q.device).clone().view(call.lse_dtype())
+    seed = header(state)[-1] if call.dropout_p > 0 else None
+    lse = fresh(state[HEADER:].to(call.q.device)).view(call.lse_dtype())
     return State(lse.view(call.q.shape[:3]), seed)
+
+
+def fresh(x: Tensor) -> Tensor:
+    """Dense, from the start of its storage: only so can bits be seen as another dtype."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def header(state: Tensor) -> Tensor:
+    """The 64-bit numbers, on the CPU."""
+    return fresh(state[:HEADER].cpu()).view(torch.int64)
 
 
 # ---- Whose state is it? --------------------------------------------------------------------------
@@ -101,7 +111,7 @@ def check(state: Tensor, call: Call) -> None:
     if state.numel() < HEADER:
         raise ValueError(f"{told} has {state.numel()} numbers, too few for a state of "
                          "flash_attn_fwd")
-    found = dict(zip(FIELDS, state[:HEADER].cpu().contiguous().view(torch.int64).tolist()))
+    found = dict(zip(FIELDS, header(state).tolist()))
     if found["magic"] != MAGIC:
         raise ValueError(f"{told} was not made by this version's flash_attn_fwd: its first word "
                          "is not the mark of a state; call flash_attn_fwd again")
