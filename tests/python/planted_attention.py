@@ -1,4 +1,4 @@
-"""An honest explicit attention, and the same with one fault planted: what test_conformance.py judges.
+"""An honest explicit attention, and the same with one fault planted: for test_conformance.py.
 
 Each fault is one that an implementation really had (docs/conformance.md names them) or could have.
 `planted(fault)` is a function with scaled_dot_product_attention's signature.

@@ -7,6 +7,7 @@ passes there; Orchard passes the whole kit, with the one limit that docs/numeric
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -203,6 +204,13 @@ def test_the_folder_alone_runs_with_torch_alone(tmp_path):
                           text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "torch-math: 1 passes" in done.stdout
+
+
+@pytest.mark.parametrize("page", ["orchard", "torch-2.13-cpu"])
+def test_the_committed_results_are_of_these_cases(page):
+    text = (ROOT / "docs/conformance" / f"{page}.md").read_text()
+    rows = re.findall(r"^\| [a-z]+ \| (.*?) \| .* \|$", text, re.M)
+    assert [row for row in rows if row != "case"] == [case.name for case in CASES]
 
 
 def test_cases_are_named_once_and_explained():

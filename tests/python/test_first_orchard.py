@@ -100,7 +100,7 @@ def test_dtypes(dtype):
 
 
 def test_the_documents_example():
-    """S0: q of [2,4,64], scale 1.0, then out.sum().backward(), which the first formula got wrong."""
+    """q of [2,4,64], scale 1.0, then out.sum().backward(): what the first formula got wrong."""
     q, k, v = qkv(2, 4, 64)
     out, mask = orchard_ops.flash_attn_fwd(q, k, v, 1.0, 0.0, False)
     out.sum().backward()
@@ -223,7 +223,7 @@ def test_the_state_is_small():
 
 def refusal(change_mask=lambda mask: mask, change=None, **fields):
     """The sentence for a mask that does not belong to the call."""
-    given = dict(q=random(2, 3, 10, 8), k=random(2, 3, 10, 8, seed=1), v=random(2, 3, 10, 8, seed=2),
+    given = dict(zip("qkv", (random(2, 3, 10, 8, seed=i) for i in range(3))),
                  scale=0.5, dropout_p=0.3, causal=True)
     mask = change_mask(orchard_ops.flash_attn_fwd(**given)[1])
     given.update(fields)
@@ -310,7 +310,8 @@ def test_backward_ops_have_true_maths(name, p):
     out, mask = OPS._flash_attn_fwd(q, k, v, 0.5, p, True)
     made = getattr(OPS, name)(torch.ones_like(out), q, k, v, mask, 0.5, p, True)
     if p == 0.0:
-        for found, right in zip(made, true_gradients((q, k, v), torch.ones_like(out), 0.5, True)[1]):
+        grads = true_gradients((q, k, v), torch.ones_like(out), 0.5, True)[1]
+        for found, right in zip(made, grads):
             close(found, right)
     again = orchard_ops.flash_attn_bwd(torch.ones_like(out), q, k, v, mask, 0.5, p, True)
     assert all(torch.equal(a, b) for a, b in zip(made, again))
@@ -344,7 +345,7 @@ def test_enable_flash_says_that_there_is_no_metal(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
     assert orchard_bridge.enable_flash(verbose=True) is False
     told = capsys.readouterr().err
-    assert "WARNING:orchard_bridge:[starcoder-orchard] FlashAttention does not run on Metal: " in told
+    assert "WARNING:orchard_bridge:[starcoder-orchard] FlashAttention does not run on Metal" in told
     assert "INFO:orchard_bridge:[starcoder-orchard] attention runs on the CPU, by " in told
     with pytest.raises(RuntimeError, match="FlashAttention does not run on Metal"):
         orchard_bridge.enable_flash(strict=True)

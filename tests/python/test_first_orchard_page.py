@@ -21,9 +21,9 @@ COMMANDS = re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)
 # What the old documents name; each must be on the page.
 OLD = """
 flash_attn_fwd flash_attn_bwd enable_flash flash_attn FlashAttnFunction _ensure_shared_mps_tensor
-is_metal_flash_attn_available _find_orchard_dylib _ref_attention _contig _metal_kernel_available _fail
-_flash_attn_fwd _flash_attn_bwd _flash_attn_bwd_dropout orchard_flash_attn_fwd orchard_flash_attn_bwd
-orchard_flash_attn_bwd_dropout ORCHARD_FLASH_ATTN_API_LEVEL FlashAttnTuning
+is_metal_flash_attn_available _find_orchard_dylib _ref_attention _contig _metal_kernel_available
+_fail _flash_attn_fwd _flash_attn_bwd _flash_attn_bwd_dropout orchard_flash_attn_fwd
+orchard_flash_attn_bwd orchard_flash_attn_bwd_dropout ORCHARD_FLASH_ATTN_API_LEVEL FlashAttnTuning
 orchard_mtlbuffer_from_tensor_storage get_device_backend DeviceBackend patch_model
 apply_mps_optimizations configure_attention_backend optimize_dataloader_for_mps enable_mps_fallback
 apply_compile_optimizations MPSQuantConfig QuantizedLinear LoRALinear QuantizedLoRALinear
@@ -50,7 +50,7 @@ orchard: failed to create MTLBuffer wrapper for shared storage
 orchard: getCurrentMPSStream returned null
 Failed to compile Metal library for flash_attn_bwd
 Failed to create pipeline state for flash_attn_bwd
-Metal FlashAttention backward kernel unavailable (no fallback; set ORCHARD_DEBUG_FLASHATN=1 for PyTorch dev mode).
+Metal FlashAttention backward kernel unavailable (no fallback; set ORCHARD_DEBUG_FLASHATN=1 for
 flash_attn_mps kernel not loaded (did you call enable_flash.main()?)
 Input tensors must be on 'mps' device, got [...]
 dropout_p must be in [0,1), got P

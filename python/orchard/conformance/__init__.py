@@ -4,8 +4,8 @@
     python -m orchard.conformance --target mypackage.attention:sdpa --isolate --json result.json
 
 It asks a function the questions at which attention implementations are known to have failed, and
-judges output and gradients against an explicit float64 formula. It needs torch and nothing else: the
-folder can be copied anywhere. docs/conformance.md teaches it; the modules, in order of reading:
+judges output and gradients against an explicit float64 formula. It needs torch and nothing else:
+the folder can be copied anywhere. docs/conformance.md teaches it; the modules, in order of reading:
 
     formula.py    attention written out: the truth
     problem.py    one call described by numbers, and its tensors

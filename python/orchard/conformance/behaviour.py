@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import os
 import sys
 import threading
 from typing import Callable, Dict, List, Optional
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import formula
-from .judge import (ABSENT, HEAVY, PASSES, RAISES, UNSEEN, WRONG, Verdict, Wrong, ask, compare,
+from .judge import (ABSENT, HEAVY, PASSES, UNSEEN, WRONG, Verdict, Wrong, ask, compare,
                     judge, raised, references)
 from .problem import Inputs, Problem, build
 
@@ -336,9 +335,9 @@ def status_bytes(field: str) -> int:
 def training_memory(target: Target, device: str) -> Verdict:
     if device != "cpu" or sys.platform != "linux":
         return Verdict(UNSEEN, detail="told by Linux for the CPU only")
-    problem = Problem(B=1, H=4, T=4096, D=32)
-    inputs = build(problem, device)
-    gradients(call(target, inputs), inputs)     # libraries load, pools fill
+    small = build(Problem(B=1, H=4, T=256, D=32), device)
+    gradients(call(target, small), small)       # libraries load, threads start
+    inputs = build(Problem(B=1, H=4, T=4096, D=32), device)
     peak = peak_bytes(lambda: gradients(call(target, inputs), inputs))
     if peak is None:
         return Verdict(UNSEEN, detail="/proc is not there")
@@ -373,7 +372,7 @@ def flat_memory(target: Target, device: str) -> Verdict:
 
 @guarded
 def far_elements(target: Target, device: str) -> Verdict:
-    """Batch elements of k and v that lie 2^31 elements apart; the pages between are never touched."""
+    """Batch elements of k and v that lie 2^31 elements apart; pages between are never touched."""
     problem = Problem(B=2, H=2, T=20, S=40, D=32, dtype="float16")
     inputs = build(problem, device)
     apart = 2**31 + 64

@@ -9,8 +9,8 @@
     out_i = sum_j keep_ij exp(s_ij - lse_i) v_j
 
 p(i) is i (top-left) or i + S - T (bottom-right, S being the batch element's key length). A query
-that sees no key has out 0 and gradients 0. Run in float64 this is the truth; run in the tensors' own
-dtype it is what a plain implementation achieves, and the error bar is made from it.
+that sees no key has out 0 and gradients 0. Run in float64 this is the truth; run in the tensors'
+own dtype it is what a plain implementation achieves, and the error bar is made from it.
 """
 
 from __future__ import annotations

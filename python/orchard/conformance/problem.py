@@ -73,7 +73,7 @@ class Problem:
 
 @dataclasses.dataclass
 class Inputs:
-    """What the target gets: the three tensors, keyword arguments, and the gradient that comes in."""
+    """What the target gets: three tensors, keyword arguments, and the gradient that comes in."""
 
     q: Tensor
     k: Tensor

@@ -12,7 +12,7 @@ from typing import Dict, List, Sequence
 import torch
 
 from .cases import Case
-from .judge import ABSENT, CRASHES, HANGS, ORDER, PASSES, RAISES, WRONG, HEAVY, Verdict
+from .judge import ABSENT, CRASHES, HANGS, HEAVY, ORDER, PASSES, RAISES, WRONG, Verdict
 from .run import to_json
 
 FAILURES = (WRONG, CRASHES, HANGS)

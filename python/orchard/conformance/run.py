@@ -66,7 +66,7 @@ def one_worker(target: str, cases: Sequence[Case], device: str, limit: float,
     if memory:
         command += ["--memory", str(memory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True, env=environment(package)) as worker:
+                          text=True, env=environment()) as worker:
         assert worker.stdin and worker.stdout
         json.dump([case.name for case in cases], worker.stdin)
         worker.stdin.close()
@@ -87,7 +87,7 @@ def one_worker(target: str, cases: Sequence[Case], device: str, limit: float,
             yield case, from_json(json.loads(line))
 
 
-def environment(package: str) -> Dict[str, str]:
+def environment() -> Dict[str, str]:
     """The worker finds the modules that this process finds."""
     return dict(os.environ, PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
 
