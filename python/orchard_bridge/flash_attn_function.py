@@ -62,8 +62,8 @@ class FlashAttnFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Optional[Tensor], grad_mask: Optional[Tensor] = None) -> tuple:
-        needs = sum(bit for wanted, bit in zip(ctx.needs_input_grad, (ops.DQ, ops.DK, ops.DV))
-                    if wanted)
+        bits = (attention.DQ, attention.DK, attention.DV)
+        needs = sum(bit for wanted, bit in zip(ctx.needs_input_grad, bits) if wanted)
         if grad_out is None or not needs:
             return (None,) * 6
         q, k, v, out, lse, seed = ctx.saved_tensors

@@ -16,7 +16,8 @@ from orchard.torch import function, ops
 from . import state as states
 from .state import Call
 
-ALL = ops.DQ | ops.DK | ops.DV
+# Bits of orchard::attention_backward's `needs`.
+DQ, DK, DV = 1, 2, 4
 
 
 def flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float = 0.0,
@@ -49,7 +50,7 @@ def flash_attn_bwd(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     with torch.no_grad():
         out, lse = ops.forward(*given)
         states.check_same_scores(kept.lse, lse)
-        made = ops.backward(ALL, folded(grad_out), None, out, kept.lse, *given)
+        made = ops.backward(DQ | DK | DV, folded(grad_out), None, out, kept.lse, *given)
     return made[0].view(q.shape), made[1].view(k.shape), made[2].view(v.shape)
 
 

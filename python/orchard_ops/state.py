@@ -8,7 +8,8 @@ The first Orchard returned a mask of the output's shape. This one returns what r
 
 That is O(N) memory: nothing T x S, nothing of the head size. Being bits in an integer tensor, it
 survives torch.save, clone, detach and moves between devices unchanged, and autocast leaves it
-alone. Backward draws the same numbers from (seed, batch, head, query, key), whatever device it runs on.
+alone. Backward draws the same numbers from (seed, batch, head, query, key), on whatever device it
+runs.
 """
 
 from __future__ import annotations

@@ -334,12 +334,16 @@ def test_compiled_and_fake():
 
 # ---- enable_flash --------------------------------------------------------------------------------
 
-needs_no_metal = pytest.mark.skipif(torch.backends.mps.is_available(),
-                                    reason="the answers of a machine without Metal")
+@pytest.fixture
+def no_metal(monkeypatch):
+    """A machine without Metal; what this one is, unless it is a Mac."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    metal.why_not.cache_clear()
+    yield
+    metal.why_not.cache_clear()
 
 
-@needs_no_metal
-def test_enable_flash_says_that_there_is_no_metal(capsys, monkeypatch):
+def test_enable_flash_says_that_there_is_no_metal(no_metal, capsys, monkeypatch):
     monkeypatch.delenv("USE_FLASH_ATTN", raising=False)
     assert orchard_bridge.enable_flash() is False
     assert capsys.readouterr() == ("", "")
@@ -395,14 +399,23 @@ def python(*words, **env):
                           env=dict(os.environ, OMP_NUM_THREADS="1", **env), timeout=300)
 
 
-@needs_no_metal
 def test_enable_flash_as_a_command():
     done = python("-m", "orchard_bridge.enable_flash", "--verbose")
-    assert done.returncode == 1
-    assert done.stdout == "[starcoder-orchard] attention runs on the CPU\n"
-    assert "does not run on Metal" in done.stderr and "Warning:" not in done.stderr
+    found = orchard_bridge.is_metal_flash_attn_available()
+    assert done.returncode == (0 if found else 1)
+    where = "Metal" if found else "the CPU"
+    assert done.stdout == f"[starcoder-orchard] attention runs on {where}\n"
+    assert ("does not run on Metal" in done.stderr) is not found
+    assert "Warning:" not in done.stderr
+
+
+def test_exit_statuses(no_metal, capsys):
     from orchard_bridge._enable import command
-    assert command(["--strict"]) == 2 and command(["--what"]) == 2 and command([]) == 1
+    assert command([]) == 1
+    assert command(["--strict"]) == 2
+    assert "FlashAttention does not run on Metal: " in capsys.readouterr().err
+    assert command(["--what"]) == 2
+    assert capsys.readouterr().err == "enable_flash: --what is neither --verbose nor --strict\n"
 
 
 # ---- What is printed, and when -------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
@@ -67,10 +66,9 @@ error missing Metal device
 def here(tmp_path_factory):
     """An environment in which `python` is this one."""
     folder = tmp_path_factory.mktemp("bin")
-    (folder / "python").symlink_to(shutil.which(sys.executable))
+    (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (folder / "python").chmod(0o755)
     env = dict(os.environ, OMP_NUM_THREADS="1", TMPDIR=str(folder))
-    # The link would not find the virtual environment's packages: name their folders.
-    env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     env["PATH"] = f"{folder}{os.pathsep}{env['PATH']}"
     return env
 
