@@ -1,0 +1,100 @@
+"""The command: python -m orchard.conformance. Exit status 0: nothing is wrong, 1: something is,
+2: the command itself could not run."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from typing import List, Optional
+
+from . import report
+from .run import chosen, run, run_isolated, work
+from .targets import find
+
+
+def parser() -> argparse.ArgumentParser:
+    package = (__package__ or "conformance")
+    made = argparse.ArgumentParser(
+        prog=f"python -m {package}",
+        description="Judges a scaled_dot_product_attention, feature by feature and failure by "
+                    "failure. Errors are in units of the error bar: up to 1 passes.")
+    made.add_argument("--target", action="append", metavar="NAME",
+                      help="torch, torch-math, torch-flash, orchard, or module:function; several "
+                           "with --markdown make one page (default: torch)")
+    made.add_argument("--device", default="cpu", help="where tensors live: cpu, mps, cuda")
+    made.add_argument("--only", action="append", default=[], metavar="WORD",
+                      help="cases whose area or name contains this")
+    made.add_argument("--large", action="store_true",
+                      help="also the cases that need gigabytes and minutes")
+    made.add_argument("--isolate", action="store_true",
+                      help="in another process, which may crash or hang")
+    made.add_argument("--limit", type=float, default=120.0, metavar="SECONDS",
+                      help="of one isolated case (default: 120)")
+    made.add_argument("--memory", type=float, metavar="GB",
+                      help="address space of the isolated process (default: no limit)")
+    made.add_argument("--strict", action="store_true",
+                      help="a case that raises or is too heavy counts as a failure too")
+    made.add_argument("--list", action="store_true", help="the cases, without running them")
+    made.add_argument("--json", metavar="FILE", help="write the verdicts, machine-readable")
+    made.add_argument("--markdown", metavar="FILE", help="write the verdicts as a page")
+    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return made
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    given = parser().parse_args(arguments)
+    targets = given.target or ["torch"]
+    if given.worker:
+        work(targets[0], given.device, given.memory)
+        return 0
+    cases = chosen(given.only, given.large)
+    if given.list:
+        for case in cases:
+            print(f"{case.area:13} {case.name:42} {case.source}\n{'':13}   {case.says}")
+        print(f"{len(cases)} cases")
+        return 0
+    if not cases:
+        print(f"conformance: no case contains {' or '.join(given.only)!r}", file=sys.stderr)
+        return 2
+    if given.json and len(targets) > 1:
+        print("conformance: --json takes one target at a time", file=sys.stderr)
+        return 2
+    columns, versions, bad = {}, {}, []
+    for name in targets:
+        try:
+            versions[name] = find(name).version
+        except (ImportError, AttributeError, ValueError) as why:
+            print(f"conformance: {why}", file=sys.stderr)
+            return 2
+        columns[name] = judge_one(given, name, cases, versions[name])
+        bad += report.failed(columns[name], given.strict)
+    if given.json:
+        text = report.as_json(targets[0], versions[targets[0]], given.device, cases,
+                              columns[targets[0]])
+        pathlib.Path(given.json).write_text(text)
+    if given.markdown:
+        command = " ".join(["python -m", __package__ or "conformance"] +
+                           (arguments if arguments is not None else sys.argv[1:]))
+        page = report.markdown(columns, versions, cases, [command])
+        pathlib.Path(given.markdown).write_text(page)
+    return 1 if bad else 0
+
+
+def judge_one(given: argparse.Namespace, name: str, cases, version: str):
+    """One target's verdicts, told line by line."""
+    print(f"{name}: {version}, device {given.device}, {len(cases)} cases", flush=True)
+
+    def told(case, verdict) -> None:
+        print(report.line(case, verdict), flush=True)
+
+    if given.isolate:
+        judged = run_isolated(name, cases, given.device, given.limit, given.memory, told)
+    else:
+        judged = run(name, cases, given.device, told)
+    print(f"{name}: {report.counts(judged)}", flush=True)
+    return judged
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Runs cases against a target, in this process or, isolated, in another.
+
+Isolated, a worker process runs the cases one after the other and reports each by a line. If it dies
+or takes too long, that case's verdict is "crashes" or "hangs", and a new worker goes on behind it:
+isolation costs a process start only where something went wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+from .cases import CASES, Case
+from .judge import CRASHES, HANGS, Verdict
+from .targets import find
+
+Told = Callable[[Case, Verdict], None]
+READY = "ready"
+
+
+def chosen(only: Sequence[str] = (), large: bool = False) -> List[Case]:
+    """The cases whose name or area contains one of the words of `only` (all if there are none)."""
+    return [case for case in CASES if (large or not case.large) and
+            (not only or any(word.lower() in f"{case.area}: {case.name}".lower() for word in only))]
+
+
+def run(target: str, cases: Sequence[Case], device: str = "cpu",
+        told: Told = lambda case, verdict: None) -> Dict[str, Verdict]:
+    """Every case in this process."""
+    found, judged = find(target), {}
+    for case in cases:
+        judged[case.name] = case.run(found, device)
+        told(case, judged[case.name])
+    return judged
+
+
+# ---- Isolated ------------------------------------------------------------------------------------
+
+def run_isolated(target: str, cases: Sequence[Case], device: str = "cpu", limit: float = 120.0,
+                 memory: Optional[float] = None,
+                 told: Told = lambda case, verdict: None) -> Dict[str, Verdict]:
+    """Every case in a worker process, each with `limit` seconds; `memory` in GB, or no limit."""
+    judged: Dict[str, Verdict] = {}
+    left = list(cases)
+    while left:
+        for case, verdict in one_worker(target, left, device, limit, memory):
+            judged[case.name] = verdict
+            told(case, verdict)
+        left = [case for case in cases if case.name not in judged]
+    return judged
+
+
+def one_worker(target: str, cases: Sequence[Case], device: str, limit: float,
+               memory: Optional[float]) -> Iterator[Tuple[Case, Verdict]]:
+    """Verdicts until the worker is done, or has died or been stopped in a case."""
+    package = __name__.rpartition(".")[0]
+    command = [sys.executable, "-m", package, "--worker", "--target", target, "--device", device]
+    if memory:
+        command += ["--memory", str(memory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True, env=environment()) as worker:
+        assert worker.stdin and worker.stdout
+        json.dump([case.name for case in cases], worker.stdin)
+        worker.stdin.close()
+        lines: "queue.Queue[Optional[str]]" = queue.Queue()
+        threading.Thread(target=forward_lines, args=(worker.stdout, lines), daemon=True).start()
+        if lines.get() is None:
+            raise RuntimeError(f"conformance: the worker for {target} could not start")
+        for case in cases:
+            try:
+                line = lines.get(timeout=limit)
+            except queue.Empty:
+                worker.kill()
+                yield case, Verdict(HANGS, detail=f"stopped after {limit:g} s")
+                return
+            if line is None:
+                yield case, Verdict(CRASHES, detail=death(worker.wait()))
+                return
+            yield case, from_json(json.loads(line))
+
+
+def environment() -> Dict[str, str]:
+    """The worker finds the modules that this process finds."""
+    return dict(os.environ, PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
+
+
+def forward_lines(stream, lines: "queue.Queue[Optional[str]]") -> None:
+    for line in stream:
+        if line.startswith("@"):        # what the target itself prints is not for us
+            lines.put(line[1:])
+    lines.put(None)
+
+
+def death(code: int) -> str:
+    if code < 0:
+        return f"the process ended by {signal.Signals(-code).name}"
+    return f"the process ended with status {code}"
+
+
+def work(target: str, device: str, memory: Optional[float]) -> None:
+    """The worker's side: names of cases from standard input, a line for each to standard output."""
+    names = json.load(sys.stdin)
+    by_name = {case.name: case for case in CASES}
+    found = find(target)
+    if memory:
+        import resource
+        bytes_ = int(memory * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
+    print("@" + READY, flush=True)
+    for name in names:
+        print("\n@" + json.dumps(to_json(by_name[name].run(found, device))), flush=True)
+
+
+# ---- Verdicts as JSON ----------------------------------------------------------------------------
+
+def to_json(verdict: Verdict) -> Dict:
+    """JSON has no infinity: an error beyond measure is the word "inf"."""
+    fields = dataclasses.asdict(verdict)
+    if fields["bars"] is not None and math.isinf(fields["bars"]):
+        fields["bars"] = "inf"
+    return fields
+
+
+def from_json(fields: Dict) -> Verdict:
+    bars = fields["bars"]
+    return Verdict(fields["outcome"], None if bars is None else float(bars), fields["detail"])

@@ -1,0 +1,125 @@
+"""FlashAttnFunction: the first Orchard's autograd function, with true gradients.
+
+With ORCHARD_DEBUG_FLASHATN (or ORCHARD_DEBUG_FLASH_ATN) set to anything but 0 it prints the first
+Orchard's lines, each only where it is true: the success line only when Metal ran the backward.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from orchard.torch import autograd, ops
+from orchard_ops import attention, state
+
+from . import metal
+
+FORWARD = "[orchard][FlashAttnFunction.forward]"
+BACKWARD = "[orchard][FlashAttnFunction.backward]"
+
+
+def debugging() -> bool:
+    """Either spelling; 0 and nothing mean off."""
+    return any(os.environ.get(name, "0") not in ("", "0")
+               for name in ("ORCHARD_DEBUG_FLASHATN", "ORCHARD_DEBUG_FLASH_ATN"))
+
+
+def tell(text: str, file=None) -> None:
+    if debugging():
+        print(text, file=file or sys.stdout, flush=True)
+
+
+def _ensure_shared_mps_tensor(t: Optional[Tensor]) -> Optional[Tensor]:
+    """The tensor itself, never a copy.
+
+    The first Orchard cloned here, to turn private storage into shared. Any storage can be bound as
+    it is, and any strides are read as they are.
+    """
+    return t
+
+
+class FlashAttnFunction(torch.autograd.Function):
+    """FlashAttnFunction.apply(q, k, v, scale, dropout_p, causal) -> (out, mask)."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
+                causal: bool) -> Tuple[Tensor, Tensor]:
+        check_devices(q, k, v)
+        call = attention.checked(q, k, v, scale, dropout_p, causal)
+        tell(f"{FORWARD} Shapes: q={q.shape}, scale={scale}, dropout={dropout_p}, causal={causal}")
+        seed = attention.new_seed(call)
+        out, lse = ops.forward(*attention.arguments(call, seed))
+        mask = state.pack(call, lse, seed)
+        ctx.save_for_backward(q, k, v, out, lse, seed)
+        ctx.options = (scale, dropout_p, causal)
+        ctx.mark_non_differentiable(mask)
+        ctx.set_materialize_grads(False)
+        return out.view(attention.out_shape(q, v)), mask
+
+    @staticmethod
+    def backward(ctx, grad_out: Optional[Tensor], grad_mask: Optional[Tensor] = None) -> tuple:
+        bits = (attention.DQ, attention.DK, attention.DV)
+        needs = sum(bit for wanted, bit in zip(ctx.needs_input_grad, bits) if wanted)
+        if grad_out is None or not needs:
+            return (None,) * 6
+        q, k, v, out, lse, seed = ctx.saved_tensors
+        call = attention.checked(q, k, v, *ctx.options)
+        given = (needs, attention.folded(grad_out), None, out, lse,
+                 *attention.arguments(call, seed))
+        made = differentiate(*given)
+        grads = [x.view(of.shape) if wanted else None
+                 for x, of, wanted in zip(made, (q, k, v), ctx.needs_input_grad)]
+        return (*grads, None, None, None)
+
+
+def check_devices(*tensors: Tensor) -> None:
+    kinds = {t.device.type for t in tensors}
+    if len(kinds) > 1 or not kinds <= {"mps", "cpu"}:
+        _fail("Input tensors must be on 'mps' device, got "
+              f"{[str(t.device) for t in tensors]} (all on 'cpu' is served too)")
+
+
+def _fail(msg: str) -> None:
+    raise RuntimeError("[orchard][flash_attn_function] " + msg)
+
+
+# ---- Backward, and who runs it -------------------------------------------------------------------
+
+def on_mps(x: Tensor) -> bool:
+    return x.device.type == "mps"
+
+
+def differentiate(needs: int, *given) -> tuple:
+    """orchard::attention_backward where the tensors are; if Metal fails, on the CPU."""
+    run = autograd.AttentionBackward.apply if torch.is_grad_enabled() else ops.backward
+    if not on_mps(given[0]):
+        tell(f"{BACKWARD} Metal kernel unavailable, attempting reference fallback.", sys.stderr)
+        return run(needs, *given)
+    try:
+        made = run(needs, *given)
+    except RuntimeError as why:
+        tell(f"{BACKWARD} Metal bwd failed ({why}); falling back to reference attention backward.",
+             sys.stderr)
+        return on_cpu(run, needs, *given)
+    if metal.storage_is_shared():
+        tell(f"{BACKWARD} Metal backward succeeded with shared storage tensors.")
+    else:
+        tell(f"{BACKWARD} Metal backward succeeded with private storage tensors, not copied.")
+    return made
+
+
+def on_cpu(run, needs: int, *given) -> tuple:
+    """The same backward, same random numbers, on copies in host memory; results go back."""
+    device = given[0].device
+    host = (x.cpu() if isinstance(x, Tensor) else x for x in given)
+    return tuple(x.to(device) for x in run(needs, *host))
+
+
+def flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float = 0.0,
+               causal: bool = False) -> Tuple[Tensor, Tensor]:
+    """(out, mask) of FlashAttnFunction; a pair, whatever the first Orchard's docstring showed."""
+    return FlashAttnFunction.apply(q, k, v, scale, dropout_p, causal)

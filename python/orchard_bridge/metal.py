@@ -1,0 +1,47 @@
+"""Is Metal really there? Asked by running a small attention on it, not by looking for names."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Optional
+
+import torch
+
+
+@functools.lru_cache(maxsize=None)
+def why_not() -> Optional[str]:
+    """None if attention, forward and backward, runs on Metal and is right; else the reason."""
+    if not torch.backends.mps.is_available():
+        built = torch.backends.mps.is_built()
+        return ("there is no Metal device (torch.backends.mps.is_available() is False)" if built
+                else "this torch was built without MPS, so there is no Metal")
+    try:
+        importlib.import_module("orchard.torch.mps")
+        return probe("mps")
+    except Exception as why:
+        return f"attention on mps does not work: {type(why).__name__}: {why}"
+
+
+def probe(device: str) -> Optional[str]:
+    """A small training step there and on the CPU: None if they agree."""
+    from orchard.torch import scaled_dot_product_attention
+    results = []
+    for where in ("cpu", device):
+        random = torch.Generator().manual_seed(1)
+        q, k, v, dout = (torch.randn(1, 2, 9, 16, generator=random).to(where) for _ in range(4))
+        leaves = [x.requires_grad_(True) for x in (q, k, v)]
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        grads = torch.autograd.grad(out, leaves, dout)
+        results.append([x.detach().cpu() for x in (out, *grads)])
+    for name, right, found in zip(("out", "dq", "dk", "dv"), *results):
+        apart = (right - found).abs().max().item()
+        if not apart <= 1e-4:
+            return f"{name} on {device} is off by {apart:.3g}"
+    return None
+
+
+def storage_is_shared() -> bool:
+    """Tensors on mps live in shared storage since torch 2.12; before, in private storage."""
+    major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return (major, minor) >= (2, 12)

@@ -1,0 +1,111 @@
+"""flash_attn_fwd, flash_attn_bwd, and the dispatcher's ops torch.ops.flash_attn_mps.*.
+
+Signatures are the first Orchard's; what they compute is attention and its true gradients, by
+orchard.torch. Tensors may be on the CPU or on mps, [B,S,D] or [B,H,S,D], of any strides.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from orchard.torch import function, ops
+
+from . import state as states
+from .state import Call
+
+# Bits of orchard::attention_backward's `needs`.
+DQ, DK, DV = 1, 2, 4
+
+
+def flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float = 0.0,
+                   causal: bool = False) -> Tuple[Tensor, Tensor]:
+    """(out, mask): attention of [B,S,D] or [B,H,S,D] tensors; `out` carries gradients.
+
+    `mask` is an opaque O(N) state (state.py): hand it to flash_attn_bwd with the same arguments, or
+    forget it if autograd runs the backward. Dropout acts on the attention probabilities. Causal is
+    aligned at the top left, as in torch.
+    """
+    call = checked(q, k, v, scale, dropout_p, causal)
+    seed = new_seed(call)
+    out, lse = function.attention(*arguments(call, seed))
+    return out.reshape(out_shape(q, v)), states.pack(call, lse, seed)
+
+
+def flash_attn_bwd(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float,
+                   dropout_p: float = 0.0, causal: bool = False) -> Tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv): the gradients of flash_attn_fwd's `out`, given its `mask`.
+
+    The state does not hold `out`, so it is computed again; autograd's own backward, which keeps it,
+    is faster.
+    """
+    call = checked(q, k, v, scale, dropout_p, causal)
+    if grad_out.shape != out_shape(q, v):
+        raise ValueError(f"flash_attn_bwd: grad_out has shape {list(grad_out.shape)}, out has "
+                         f"{list(out_shape(q, v))}")
+    kept = states.unpack(mask, call)
+    given = arguments(call, kept.seed)
+    with torch.no_grad():
+        out, lse = ops.forward(*given)
+        states.check_same_scores(kept.lse, lse)
+        made = ops.backward(DQ | DK | DV, folded(grad_out), None, out, kept.lse, *given)
+    return made[0].view(q.shape), made[1].view(k.shape), made[2].view(v.shape)
+
+
+# ---- Between the two signatures ------------------------------------------------------------------
+
+def checked(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
+            causal: bool) -> Call:
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0,1), got {dropout_p}")
+    if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():
+        raise ValueError(f"flash_attn: q, k and v have {q.dim()}, {k.dim()} and {v.dim()} "
+                         "dimensions, must all have 3, [B,S,D], or 4, [B,H,S,D]")
+    if q.dtype not in states.DTYPES:
+        raise TypeError(f"flash_attn: q is {states.dtype_name(q.dtype)}, must be float64, "
+                        "float32, float16 or bfloat16")
+    return Call(folded(q), folded(k), folded(v), float(scale), float(dropout_p), bool(causal),
+                q.dim())
+
+
+def folded(x: Tensor) -> Tensor:
+    """[B,S,D] is one head."""
+    return x.unsqueeze(1) if x.dim() == 3 else x
+
+
+def out_shape(q: Tensor, v: Tensor) -> torch.Size:
+    return torch.Size((*q.shape[:-1], v.shape[-1]))
+
+
+def new_seed(call: Call) -> Optional[Tensor]:
+    """From torch's generator: torch.manual_seed repeats a run."""
+    return torch.randint(2 ** 63 - 1, ()) if call.dropout_p > 0 else None
+
+
+def arguments(call: Call, seed: Optional[Tensor]) -> tuple:
+    """In the order of orchard::attention_forward's schema."""
+    no_bias_mask_alibi_sinks_lengths_cu = (None,) * 7
+    return (call.q, call.k, call.v, *no_bias_mask_alibi_sinks_lengths_cu, seed, 0, 0, call.scale,
+            call.causal, False, -1, -1, 0.0, call.dropout_p)
+
+
+# ---- The dispatcher's names ----------------------------------------------------------------------
+
+FORWARD = "_flash_attn_fwd"
+BACKWARDS = ("_flash_attn_bwd", "_flash_attn_bwd_dropout")
+
+library = torch.library.Library("flash_attn_mps", "FRAGMENT")
+library.define(f"{FORWARD}(Tensor q, Tensor k, Tensor v, float scale, float dropout_p, bool causal)"
+               " -> (Tensor, Tensor)", tags=(torch.Tag.nondeterministic_seeded,))
+# Composite: torch sees through it to orchard's own ops and their gradients.
+library.impl(FORWARD, flash_attn_fwd, "CompositeImplicitAutograd")
+for _name in BACKWARDS:
+    library.define(f"{_name}(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor dropout_mask, "
+                   "float scale, float dropout_p, bool causal) -> (Tensor, Tensor, Tensor)")
+    library.impl(_name, flash_attn_bwd, "CompositeExplicitAutograd")
+
+    @torch.library.register_fake(f"flash_attn_mps::{_name}", lib=library)
+    def _fake(grad_out, q, k, v, dropout_mask, scale, dropout_p, causal):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

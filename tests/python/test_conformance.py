@@ -1,0 +1,219 @@
+"""The conformance kit finds what is wrong and nothing else.
+
+Deliberately broken functions are each flagged in the row that stands for their fault; an honest one
+passes there; Orchard passes the whole kit, with the one limit that docs/numerics.md names.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import planted_attention  # noqa: E402
+from orchard.conformance import CASES, Problem, Target, chosen, find, judge, report  # noqa: E402
+from orchard.conformance.__main__ import main  # noqa: E402
+from orchard.conformance.run import from_json, run_isolated, to_json  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BY_NAME = {case.name: case for case in CASES}
+
+# fault, the row that must tell, a row that the fault does not touch
+FAULTS = [
+    ("scale forgotten", "scale given", "plain"),
+    ("scale 0 taken for none", "scale 0 and negative", "scale given"),
+    ("causal at the bottom right", "causal, more keys than queries", "causal"),
+    ("causal off by one", "causal", "plain"),
+    ("dropout ignored", "dropout drops", "plain"),
+    ("dropout on the output", "dropout drops", "plain"),
+    ("dropout forgotten in backward", "dropout's gradient", "dropout drops"),
+    ("one mask for all calls", "dropout draws anew", "dropout's gradient"),
+    ("query strides ignored", "permuted q, k, v", "plain"),
+    ("strides of the gradient ignored", "permuted gradient", "plain"),
+    ("blind rows are NaN", "blind rows", "boolean mask"),
+    ("last partial block lost", "decoding", "one of each"),
+    ("elementwise backward", "plain", "padded batch without gradient"),
+    ("mask turned round", "boolean mask", "additive mask"),
+    ("bias before the scale", "additive mask", "boolean mask"),
+    ("float mask turned into yes and no", "additive mask", "boolean mask"),
+    ("mask of the first head for all", "boolean mask", "one of each"),
+    ("16-bit index in the mask", "more than 32,768 keys and a mask", "boolean mask"),
+    ("gradient of the mask cut", "gradient of an additive mask", "additive mask"),
+    ("heads repeated in the wrong order", "grouped heads", "plain"),
+    ("state of the first batch size", "the batch size changes", "plain"),
+    ("state shared between graphs", "gradients after a second batch", "plain"),
+    ("scores in half precision", "float16 products beyond 65504", "empty"),
+    ("sum kept in bfloat16", "short q against long k", "empty"),
+    ("writes to its input", "plain", "dropout drops"),
+    ("size of q for size of v", "head size of v differs", "plain"),
+    ("different every time", "same bits twice", "dropout draws anew"),
+    ("gradient cut", "plain", "padded batch without gradient"),
+]
+EXTENDED_FAULTS = [
+    ("window one too wide", "sliding window", "plain"),
+    ("logarithm to base 2", "log-sum-exp", "sliding window"),
+    ("gradient of sinks cut", "log-sum-exp", "sliding window"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def outcome(function, row):
+    return BY_NAME[row].run(Target("planted", function)).outcome
+
+
+@pytest.mark.parametrize("fault, row, untouched", FAULTS, ids=[fault for fault, _, _ in FAULTS])
+def test_planted_fault_is_flagged_in_its_row(fault, row, untouched):
+    assert outcome(planted_attention.planted(fault), untouched) == "passes"
+    assert outcome(planted_attention.planted(fault), row) == "wrong"
+
+
+@pytest.mark.parametrize("fault, row, untouched", EXTENDED_FAULTS,
+                         ids=[fault for fault, _, _ in EXTENDED_FAULTS])
+def test_planted_fault_of_an_extension(fault, row, untouched):
+    assert outcome(planted_attention.extended(), row) == "passes"
+    assert outcome(planted_attention.extended(fault), untouched) == "passes"
+    assert outcome(planted_attention.extended(fault), row) == "wrong"
+
+
+@pytest.mark.parametrize("row", sorted({row for _, row, _ in FAULTS}))
+def test_an_honest_function_passes_those_rows(row):
+    verdict = BY_NAME[row].run(Target("honest", planted_attention.planted()))
+    assert verdict.outcome == "passes", verdict
+
+
+def test_what_is_not_offered_is_not_failed():
+    honest = Target("honest", planted_attention.planted())
+    extensions = [case for case in CASES if case.area == "extensions"]
+    assert len(extensions) == 10
+    for case in extensions:
+        verdict = case.run(honest)
+        assert verdict.outcome == "not offered" and "no argument" in verdict.detail
+    hidden = Target("kwargs", lambda q, k, v, **more: planted_attention.honest(q, k, v, **more))
+    assert BY_NAME["sliding window"].run(hidden).outcome == "not offered"
+
+
+def test_a_refusal_is_told_apart_from_a_wrong_value():
+    def refuses(query, key, value):
+        raise NotImplementedError("no such head size\nand more")
+
+    verdict = judge(Target("refuses", refuses), Problem())
+    assert (verdict.outcome, verdict.detail) == ("raises", "NotImplementedError: no such head size")
+    assert not report.failed({"x": verdict}) and report.failed({"x": verdict}, strict=True)
+
+
+def test_shape_dtype_and_gradients_are_looked_at():
+    honest = planted_attention.honest
+    for name, function in {
+        "shape": lambda q, k, v: honest(q, k, v)[:, :, :-1],
+        "float64": lambda q, k, v: honest(q, k, v).double(),
+        "not a tensor": lambda q, k, v: (honest(q, k, v), None),
+        "no gradient of k": lambda q, k, v: honest(q, k.detach(), v),
+        "NaN": lambda q, k, v: honest(q, k, v) * torch.where(k[:, :, :, :1] > 9, torch.nan, 1.0)
+        + torch.tensor([torch.nan] + [0.0] * 31),
+    }.items():
+        verdict = judge(Target(name, function), Problem())
+        assert verdict.outcome == "wrong" and name in verdict.detail, verdict
+
+
+def test_an_error_of_one_part_in_ten_thousand_is_seen():
+    honest = planted_attention.honest
+    verdict = judge(Target("x", lambda q, k, v: honest(q, k, v * 1.0001)), Problem())
+    assert verdict.outcome == "wrong" and 10 < verdict.bars < 10000
+    assert judge(Target("x", honest), Problem()).bars < 1.0
+
+
+def test_torch_passes_what_the_kit_takes_for_granted():
+    """The judge against somebody else's implementation: torch's explicit path."""
+    target = find("torch-math")
+    for name in ("plain", "causal", "cross attention", "grouped heads", "additive mask",
+                 "blind rows", "gradient of an additive mask", "double backward",
+                 "dropout's gradient", "head size of v differs"):
+        assert BY_NAME[name].run(target).outcome == "passes", name
+
+
+def test_orchard_passes():
+    found = find("orchard")
+    judged = {case.name: case.run(found) for case in chosen()}
+    not_passing = {name: (v.outcome, v.detail) for name, v in judged.items()
+                   if v.outcome != "passes"}
+    # Where every score of a row is the lowest number, its log-sum-exp cannot hold the number of
+    # keys: docs/numerics.md, "Masks, NaN and Inf".
+    assert not_passing.pop("gradients of such rows")[0] == "wrong"
+    assert not_passing.pop("forward mode")[0] == "raises"
+    assert not not_passing
+
+
+# ---- The command ---------------------------------------------------------------------------------
+
+def test_isolated_crash_and_hang_end_only_their_case(monkeypatch):
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
+    cases = [BY_NAME["scale 1"], BY_NAME["one head, rank 3"]]
+    crashed = run_isolated("planted_attention:crash", cases[:1])
+    assert {v.outcome for v in crashed.values()} == {"crashes"}
+    assert "SIGABRT" in crashed["scale 1"].detail
+    hung = run_isolated("planted_attention:hang", cases[:1], limit=2.0)
+    assert hung["scale 1"].outcome == "hangs"
+    fine = run_isolated("planted_attention:honest", cases)
+    assert [fine[case.name].outcome for case in cases] == ["passes", "passes"]
+
+
+def test_status_json_and_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
+    file, page = tmp_path / "x.json", tmp_path / "x.md"
+    words = ["--only", "scale 1", "--json", str(file), "--markdown", str(page)]
+    assert main(["--target", "planted_attention:honest", *words]) == 0
+    told = json.loads(file.read_text())
+    assert [case["outcome"] for case in told["cases"]] == ["passes"]
+    assert "| values | scale 1 |" in page.read_text()
+    monkeypatch.setattr(planted_attention, "honest", planted_attention.planted("scale forgotten"))
+    assert main(["--target", "planted_attention:honest", *words]) == 1
+    assert json.loads(file.read_text())["cases"][0]["outcome"] == "wrong"
+    assert main(["--target", "no_such_module:f"]) == 2
+    assert main(["--target", "torch", "--only", "no such case"]) == 2
+    assert "no case contains" in capsys.readouterr().err
+    assert main(["--list"]) == 0
+    assert f"{len(chosen())} cases" in capsys.readouterr().out
+
+
+def test_verdicts_survive_json():
+    for case in ("plain", "NaN in hidden keys"):
+        verdict = BY_NAME[case].run(find("torch"))
+        assert from_json(json.loads(json.dumps(to_json(verdict)))) == verdict
+
+
+def test_the_folder_alone_runs_with_torch_alone(tmp_path):
+    """Copied out of the package, without the C library."""
+    shutil.copytree(ROOT / "python/orchard/conformance", tmp_path / "conformance")
+    env = {name: value for name, value in os.environ.items() if name != "ORCHARD_LIBRARY"}
+    env.update(PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-m", "conformance", "--target", "torch-math", "--only",
+                           "scale 1", "--isolate"], cwd=tmp_path, env=env, capture_output=True,
+                          text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "torch-math: 1 passes" in done.stdout
+
+
+@pytest.mark.parametrize("page", ["orchard", "torch-2.13-cpu"])
+def test_the_committed_results_are_of_these_cases(page):
+    text = (ROOT / "docs/conformance" / f"{page}.md").read_text()
+    rows = re.findall(r"^\| [a-z]+ \| (.*?) \| .* \|$", text, re.M)
+    assert [row for row in rows if row != "case"] == [case.name for case in CASES]
+
+
+def test_cases_are_named_once_and_explained():
+    assert len(BY_NAME) == len(CASES)
+    for case in CASES:
+        assert case.source and case.says and (case.check or case.problems), case.name
