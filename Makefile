@@ -38,6 +38,7 @@ demo: setup-build
 
 lint: setup-test
 	@tools/lint
+	@[ "$$(uname)" != Linux ] || tests/macos_test $(BUILD)
 
 install: all
 	@cmake --install $(BUILD) --prefix $(PREFIX)
@@ -50,6 +51,6 @@ help:
 	@echo "make demo       installs what is missing, builds, and shows what Orchard does (a minute)"
 	@echo "make test       installs what is missing, then every test"
 	@echo "make bench      speed here, and side by side with PyTorch"
-	@echo "make lint       format, warnings, sizes"
+	@echo "make lint       format, sizes, who includes whom; builds everything for macOS, with zig"
 	@echo "make install    headers, libraries, pkg-config file, CMake package; PREFIX=$(PREFIX)"
 	@echo "make clean      removes $(BUILD)/"

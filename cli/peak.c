@@ -10,6 +10,8 @@
 #include <string.h>
 #include <time.h>
 
+#include <orchard.h>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -62,7 +64,13 @@ static uint64_t read_scalar(const uint64_t *words, size_t count)
 
 static bool has_vectors(void)
 {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    /* The library's detection: compilers' own needs a runtime that not every one of them links. */
+    for (int32_t i = 0; orchard_cpu_name(i); i++) {
+        if (strcmp(orchard_cpu_name(i), "avx2") == 0) {
+            return true;
+        }
+    }
+    return false;
 }
 
 __attribute__((target("avx2,fma"))) static float fma_vector(int turns)
