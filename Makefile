@@ -34,6 +34,7 @@ bench: setup-bench
 demo: setup-build
 	@$(MAKE) --no-print-directory all
 	@$(BUILD)/orchard doctor
+	@$(BUILD)/orchard_demo_backends
 	@$(BUILD)/orchard_demo
 
 lint: setup-test
@@ -48,7 +49,7 @@ clean:
 
 help:
 	@echo "make            liborchard.a, liborchard.so and the orchard command, in $(BUILD)/"
-	@echo "make demo       installs what is missing, builds, and shows what Orchard does (a minute)"
+	@echo "make demo       installs what is missing, builds, and shows what Orchard does (a minute or two)"
 	@echo "make test       installs what is missing, then every test"
 	@echo "make bench      speed here, and side by side with PyTorch"
 	@echo "make lint       format, sizes, who includes whom; builds everything for macOS, with zig"
