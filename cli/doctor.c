@@ -139,8 +139,8 @@ static void print_devices(orchard_ctx *ctx)
 /* A first run compiles for a while; a person who waits is told why. NULL takes it back. */
 static void progress(const char *backend)
 {
+    fflush(stdout);
     if (isatty(STDERR_FILENO)) {
-        fflush(stdout);
         fprintf(stderr, "\r\033[K");
         if (backend) {
             fprintf(stderr, "  %-9stesting; a first run compiles the kernels ...", backend);
