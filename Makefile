@@ -34,10 +34,12 @@ bench: setup-bench
 demo: setup-build
 	@$(MAKE) --no-print-directory all
 	@$(BUILD)/orchard doctor
+	@$(BUILD)/orchard_demo_backends
 	@$(BUILD)/orchard_demo
 
 lint: setup-test
 	@tools/lint
+	@[ "$$(uname)" != Linux ] || tests/macos_test $(BUILD)
 
 wheels: setup-bench
 	@$(PYTHON) tools/wheels
@@ -50,10 +52,10 @@ clean:
 
 help:
 	@echo "make            liborchard.a, liborchard.so and the orchard command, in $(BUILD)/"
-	@echo "make demo       installs what is missing, builds, and shows what Orchard does (a minute)"
+	@echo "make demo       installs what is missing, builds, and shows what Orchard does (a minute or two)"
 	@echo "make test       installs what is missing, then every test"
 	@echo "make bench      speed here, and side by side with PyTorch"
-	@echo "make lint       format, warnings, sizes"
+	@echo "make lint       format, sizes, who includes whom; builds everything for macOS, with zig"
 	@echo "make wheels     Python wheels for Linux and macOS, x86-64 and Arm, in dist/"
 	@echo "make install    headers, libraries, pkg-config file, CMake package; PREFIX=$(PREFIX)"
 	@echo "make clean      removes $(BUILD)/"

@@ -136,6 +136,19 @@ static void print_devices(orchard_ctx *ctx)
 
 /* ---- The self-test --------------------------------------------------------------------------- */
 
+/* A first run compiles for a while; a person who waits is told why. NULL takes it back. */
+static void progress(const char *backend)
+{
+    fflush(stdout);
+    if (isatty(STDERR_FILENO)) {
+        fprintf(stderr, "\r\033[K");
+        if (backend) {
+            fprintf(stderr, "  %-9stesting; a first run compiles the kernels ...", backend);
+        }
+        fflush(stderr);
+    }
+}
+
 /* One line. Strict, so that a backend that does not take the calls cannot hide behind the next one.
  * */
 static int test_line(const char *backend, const char *isa, int32_t threads, uint32_t *checksum)
@@ -143,11 +156,13 @@ static int test_line(const char *backend, const char *isa, int32_t threads, uint
     const orchard_ctx_opts opts = {.backend = backend, .cpu = isa, .threads = threads, .strict = 1};
     orchard_ctx *ctx;
     orch_selftest result = {0};
+    progress(backend);
     orchard_status status = orchard_ctx_create(&ctx, &opts);
     if (!status) {
         status = orch_selftest_run(ctx, &result);
     }
     orchard_ctx_free(ctx);
+    progress(NULL);
     printf("  %-9s%-9s", backend, isa ? isa : "-");
     if (status) {
         printf("FAILED: %s\n", orchard_last_error());

@@ -5,16 +5,19 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* Tensors in one fixed order; the first four are inputs. */
-enum { Q, K, V, DOUT, OUT, LSE, DQ, DK, DV, TENSOR_COUNT };
+/* Tensors in one fixed order; the first six are inputs. */
+enum { Q, K, V, DOUT, BIAS, SINKS, OUT, LSE, DQ, DK, DV, DBIAS, DSINKS, TENSOR_COUNT };
 
 typedef struct problem {
     int64_t B, H, G, T, S, D, E;
     orchard_attention options; /* without tensors */
+    int has_bias;              /* one for each key, and sinks, with their gradients */
 } problem;
 
+/* Together they run every kernel of every backend. Head sizes are such that a GPU pads them all to
+ * 64: what differs is compiled on its own, and compiling takes most of a first run. */
 static const problem problems[] = {
-    {2, 4, 2, 67, 101, 40, 24, {.causal = 1, .align = ORCHARD_BOTTOM_RIGHT}},
+    {2, 4, 2, 67, 101, 40, 24, {.causal = 1, .align = ORCHARD_BOTTOM_RIGHT}, 0},
     {1,
      3,
      3,
@@ -22,10 +25,11 @@ static const problem problems[] = {
      130,
      64,
      64,
-     {.has_window = 1, .window_left = 40, .window_right = 9, .softcap = 3}},
-    {1, 4, 1, 33, 200, 17, 17, {.dropout = 0.25, .seed = 42, .scale = 0.5, .has_scale = 1}},
+     {.has_window = 1, .window_left = 40, .window_right = 9, .softcap = 3},
+     0},
+    {1, 4, 1, 33, 200, 37, 37, {.dropout = 0.25, .seed = 42, .scale = 0.25, .has_scale = 1}, 1},
     /* So many keys for one query that they are split. */
-    {2, 2, 1, 1, 1500, 16, 16, {.causal = 0}},
+    {2, 2, 1, 1, 1500, 36, 36, {.causal = 0}, 0},
 };
 
 /* One computation's memory: all tensors behind each other, doubles or floats. */
@@ -45,7 +49,7 @@ static double load(const memory *m, int tensor, int64_t i)
 static void fill(memory *m)
 {
     uint64_t state = 1;
-    for (int tensor = Q; tensor <= DOUT; tensor++) {
+    for (int tensor = Q; tensor <= SINKS; tensor++) {
         for (int64_t i = 0; i < m->counts[tensor]; i++) {
             state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
             float value = (float)(state >> 40) * 0x1p-22f - 2.0f;
@@ -66,11 +70,15 @@ static int make(memory *m, const problem *p, orchard_dtype dtype)
         [K] = ORCHARD_TENSOR(NULL, dtype, p->B, p->G, p->S, p->D),
         [V] = ORCHARD_TENSOR(NULL, dtype, p->B, p->G, p->S, p->E),
         [DOUT] = ORCHARD_TENSOR(NULL, dtype, p->B, p->H, p->T, p->E),
+        [BIAS] = ORCHARD_TENSOR(NULL, dtype, 1, 1, 1, p->S),
+        [SINKS] = ORCHARD_TENSOR(NULL, dtype, p->H),
         [OUT] = ORCHARD_TENSOR(NULL, dtype, p->B, p->H, p->T, p->E),
         [LSE] = ORCHARD_TENSOR(NULL, dtype, p->B, p->H, p->T),
         [DQ] = ORCHARD_TENSOR(NULL, dtype, p->B, p->H, p->T, p->D),
         [DK] = ORCHARD_TENSOR(NULL, dtype, p->B, p->G, p->S, p->D),
         [DV] = ORCHARD_TENSOR(NULL, dtype, p->B, p->G, p->S, p->E),
+        [DBIAS] = ORCHARD_TENSOR(NULL, dtype, 1, 1, 1, p->S),
+        [DSINKS] = ORCHARD_TENSOR(NULL, dtype, p->H),
     };
     size_t offset[TENSOR_COUNT + 1] = {0};
     m->dtype = dtype;
@@ -96,6 +104,10 @@ static orchard_status compute(orchard_ctx *ctx, const problem *p, memory *m)
     attention.q = t[Q];
     attention.k = t[K];
     attention.v = t[V];
+    if (p->has_bias) {
+        attention.bias = t[BIAS];
+        attention.sinks = t[SINKS];
+    }
     fill(m);
     orchard_status status = orchard_attention_forward(
         ctx,
@@ -103,14 +115,18 @@ static orchard_status compute(orchard_ctx *ctx, const problem *p, memory *m)
     if (status) {
         return status;
     }
-    return orchard_attention_backward(ctx,
-                                      &(orchard_attention_backward_args){.dq = t[DQ],
-                                                                         .dk = t[DK],
-                                                                         .dv = t[DV],
-                                                                         .dout = t[DOUT],
-                                                                         .out = t[OUT],
-                                                                         .lse = t[LSE],
-                                                                         .attention = attention});
+    orchard_attention_backward_args backward = {.dq = t[DQ],
+                                                .dk = t[DK],
+                                                .dv = t[DV],
+                                                .dout = t[DOUT],
+                                                .out = t[OUT],
+                                                .lse = t[LSE],
+                                                .attention = attention};
+    if (p->has_bias) {
+        backward.dbias = t[DBIAS];
+        backward.dsinks = t[DSINKS];
+    }
+    return orchard_attention_backward(ctx, &backward);
 }
 
 /* A NaN counts as an infinite error. */
@@ -125,9 +141,9 @@ static double error_of(const memory *m, const memory *exact, int tensor)
     return error / largest;
 }
 
-static void judge(const memory *m, const memory *exact, orch_selftest *result)
+static void judge(const problem *p, const memory *m, const memory *exact, orch_selftest *result)
 {
-    for (int tensor = OUT; tensor < TENSOR_COUNT; tensor++) {
+    for (int tensor = OUT; tensor < (p->has_bias ? TENSOR_COUNT : DBIAS); tensor++) {
         double *worst = tensor < DQ ? &result->value_error : &result->gradient_error;
         *worst = fmax(*worst, error_of(m, exact, tensor));
         const unsigned char *bytes = m->tensors[tensor].data;
@@ -151,7 +167,7 @@ orchard_status orch_selftest_run(orchard_ctx *ctx, orch_selftest *result)
         status = status ? status : compute(ref, problems + i, &exact);
         status = status ? status : compute(ctx, problems + i, &tested);
         if (!status) {
-            judge(&tested, &exact, result);
+            judge(problems + i, &tested, &exact, result);
         }
         free(tested.block);
         free(exact.block);

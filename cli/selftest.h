@@ -13,8 +13,8 @@ typedef struct orch_selftest {
 } orch_selftest;
 
 /* Attention forward and backward in fp32 on the given context, against `ref` in fp64: grouped
- * heads, causal, window, soft cap, dropout and odd sizes. Fails with the library's status and
- * sentence. */
+ * heads, causal, window, soft cap, dropout, bias, sinks, few queries and odd sizes; every kernel.
+ * Fails with the library's status and sentence. */
 orchard_status orch_selftest_run(orchard_ctx *ctx, orch_selftest *result);
 
 #endif

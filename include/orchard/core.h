@@ -212,7 +212,8 @@ ORCHARD_API orchard_status orchard_ctx_device(orchard_ctx *ctx, const char *back
  * A call whose tensors all lie in buffers of the device returns when its work is queued; work runs
  * in the order of calls. orchard_ctx_sync, orchard_buffer_read and a call with a tensor in host
  * memory wait for it. If the device fails after a call returned, outputs are undefined, and every
- * later call and sync of the context returns ORCHARD_ERROR_DEVICE. */
+ * later call and sync of the context returns ORCHARD_ERROR_DEVICE. A default device that was lost
+ * is not opened again within the process: new contexts do without it. */
 
 /* `storage` is a wish for where it lives; ORCHARD_STORAGE_ANY suits every use. Fresh memory is
  * undefined. Without a device only HOST and ANY can be had. Pairs with orchard_buffer_free. */

@@ -1,7 +1,7 @@
 /* The device backends: one table of plans for both, since a plan names no device. */
 #include "attention/attention_gpu.h"
 #include "backend/backend.h"
-#include "device/gpu_run.h"
+#include "core/gpu_run.h"
 
 static const orch_slot attention_forward = {
     .plan = orch_gpu_ask, .run = orch_gpu_run, .device_plan = orch_attention_forward_gpu_plan};

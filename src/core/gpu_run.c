@@ -1,13 +1,13 @@
 /* Plan, resolve memory, compile, launch: the same for every room and both devices. */
-#include "device/gpu_run.h"
+#include "core/gpu_run.h"
 
 #include <stdio.h>
 #include <string.h>
 
 #include "core/buffer.h"
 #include "core/context.h"
+#include "core/resolve.h"
 #include "core/tensor.h"
-#include "device/resolve.h"
 
 extern const char orch_text_prelude_cl[], orch_text_prelude_metal[];
 

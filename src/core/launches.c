@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "core/context.h"
-#include "device/gpu_run.h"
+#include "core/gpu_run.h"
 
 /* No buffer is larger, whatever the caller says: tensors without memory may have any size, and
  * plans multiply it. */

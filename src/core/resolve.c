@@ -1,6 +1,6 @@
 /* Memory resolution for devices. Order of preference: a buffer of the device is bound where it is,
  * whatever its storage; host memory is wrapped where the device can; the rest is copied. */
-#include "device/resolve.h"
+#include "core/resolve.h"
 
 #include <string.h>
 
