@@ -26,9 +26,9 @@ bench: setup-bench
 	$(BUILD)/orchard bench attention
 	.venv/bin/python bench/compare_torch.py --library $(BUILD)/liborchard.so
 
-.venv/ready: bench/requirements.txt
+.venv/ready: bench/bench_requirements.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check -r bench/requirements.txt
+	.venv/bin/pip install --quiet --disable-pip-version-check -r bench/bench_requirements.txt
 	@touch $@
 
 demo: setup-build
