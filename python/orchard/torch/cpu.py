@@ -112,6 +112,5 @@ def translate(error: RuntimeError) -> Exception:
     if _c is None or isinstance(error, OrchardError):
         return error
     sentence = str(error).split("\n", 1)[0]
-    if not sentence.startswith("attention"):
-        return error
-    return ERRORS[_c.orchard_torch_last_status()](sentence)
+    kind = ERRORS.get(_c.orchard_torch_last_status())
+    return kind(sentence) if kind and sentence.startswith("attention") else error
