@@ -71,7 +71,7 @@ def test_without_gradients(mode):
 def test_dynamic_shapes_make_one_graph():
     counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(CALLS["causal"], fullgraph=True, dynamic=True, backend=counter)
-    for length in (5, 8, 13, 21):
+    for length in (11, 17, 29, 40):  # no two sizes equal: torch would tie them
         tensors = leaves(T=length, S=length + 3)
         for a, b in zip(results(CALLS["causal"], tensors), results(call, tensors)):
             assert torch.equal(a, b)

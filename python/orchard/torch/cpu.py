@@ -16,7 +16,7 @@ from typing import Optional
 
 import torch
 
-from .. import _structs
+from .. import _library, _structs
 from .._library import ERRORS, OrchardError, check, lib
 from . import operands, outputs, threads
 from .outputs import GRADIENTS, Tensors2, Tensors5
@@ -62,7 +62,7 @@ def path() -> str:
     if given:
         return given
     name = "liborchard_torch.dylib" if sys.platform == "darwin" else "liborchard_torch.so"
-    return str(pathlib.Path(__file__).parent.parent / "lib" / name)
+    return str(pathlib.Path(_library.path()).parent / name)
 
 
 def _open() -> Optional[ctypes.CDLL]:
