@@ -225,6 +225,13 @@ def _lower(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
+def _widen(operand: object) -> object:
+    """Under autocast, what is added to scores may be of the other 16-bit type: fp32 suits both."""
+    if isinstance(operand, Tensor) and operand.dtype in (torch.float16, torch.bfloat16):
+        return operand.float()
+    return operand
+
+
 def _plain(q: object, k: object, v: object) -> bool:
     """Whether these are CPU tensors [B,H,T,D] that need nothing done to them. Only the questions
     whose answer the kernel would not notice: what it refuses is looked at afterwards."""
@@ -265,6 +272,7 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
     _check_tensor("value", v, device)
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         q, k, v = _lower(q), _lower(k), _lower(v)
+        attn_mask, bias, alibi_slopes, sinks = map(_widen, (attn_mask, bias, alibi_slopes, sinks))
 
     if causal_alignment not in ALIGNMENTS:
         raise ArgumentError(f"attention: causal_alignment is {causal_alignment!r}, must be "
