@@ -33,7 +33,7 @@ def pythons():
             if minor in found or not program.exists():
                 continue
             # A pyenv shim exists for versions that are not active: it must run, and have venv.
-            runs = subprocess.run([str(program), "-c", "import venv, ensurepip, ctypes"],
+            runs = subprocess.run([str(program), "-c", "import venv, ctypes"],
                                   capture_output=True)
             if runs.returncode == 0:
                 found[minor] = str(program)
@@ -43,8 +43,9 @@ def pythons():
 
 def clean_environment(venv):
     """No compiler, no setting of ours, nothing of the user's."""
-    return {"PATH": f"{venv}/bin", "HOME": str(venv), "PYTHONNOUSERSITE": "1",
-            "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_CONFIG_FILE": os.devnull}
+    return {"PATH": f"{venv}/bin", "HOME": str(venv.parent), "PYTHONNOUSERSITE": "1",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_CONFIG_FILE": os.devnull,
+            "ORCHARD_OPENCL_LIBRARY": "/nonexistent"}
 
 
 def run(venv, *words, status=0):
@@ -54,13 +55,20 @@ def run(venv, *words, status=0):
     return done
 
 
+def pip(venv, *words):
+    """This environment's pip acting on the other: making one there takes longer than all else."""
+    done = subprocess.run([sys.executable, "-m", "pip", "--python", f"{venv}/bin/python", *words],
+                          capture_output=True, text=True, env=clean_environment(venv), cwd=venv)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def contents(folder):
     return {str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob("*")
             if "__pycache__" not in p.parts}
 
 
 def new_venv(program, folder):
-    subprocess.run([program, "-m", "venv", str(folder)], check=True)
+    subprocess.run([program, "-m", "venv", "--without-pip", str(folder)], check=True)
     return folder
 
 
@@ -127,6 +135,7 @@ def test_the_library_needs_libc_only_and_exports_orchard_only(wheel, tmp_path):
         file = wheel.extract(name, tmp_path)
         dynamic = subprocess.run(["readelf", "-dW", file], capture_output=True, text=True).stdout
         needed = set(re.findall(r"\(NEEDED\)\s+Shared library: \[(.*?)\]", dynamic))
+        needed = {x for x in needed if not x.startswith("ld-linux")}
         assert needed <= {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"}, needed
         assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
         if name.endswith(".so"):
@@ -165,7 +174,7 @@ def test_fresh_environment(program, tmp_path):
     from orchard import version
     venv = new_venv(program, tmp_path / "venv")
     before = contents(venv)
-    run(venv, "-m", "pip", "install", "--no-index", str(WHEEL))
+    pip(venv, "install", "--no-index", str(WHEEL))
     assert contents(venv) - before
     assert run(venv, "-c", SMOKE).stdout == f"{version()} True\n"
 
@@ -180,7 +189,7 @@ def test_fresh_environment(program, tmp_path):
     script = subprocess.run([f"{venv}/bin/orchard", "--version"], capture_output=True, text=True)
     assert script.returncode == 0 and script.stdout == f"orchard {version()}\n"
 
-    run(venv, "-m", "pip", "uninstall", "--yes", "orchard")
+    pip(venv, "uninstall", "--yes", "orchard")
     assert contents(venv) == before
     assert "No module named 'orchard'" in run(venv, "-c", "import orchard", status=1).stderr
 
