@@ -99,13 +99,17 @@ def differentiate(needs: int, *given) -> tuple:
     if not on_mps(given[0]):
         tell(f"{BACKWARD} Metal kernel unavailable, attempting reference fallback.", sys.stderr)
         return run(needs, *given)
+    before = metal.backwards_elsewhere()
     try:
         made = run(needs, *given)
     except RuntimeError as why:
         tell(f"{BACKWARD} Metal bwd failed ({why}); falling back to reference attention backward.",
              sys.stderr)
         return on_cpu(run, needs, *given)
-    if metal.storage_is_shared():
+    if metal.backwards_elsewhere() != before:
+        tell(f"{BACKWARD} Metal bwd failed (another backend took the call); falling back to "
+             "reference attention backward.", sys.stderr)
+    elif metal.storage_is_shared():
         tell(f"{BACKWARD} Metal backward succeeded with shared storage tensors.")
     else:
         tell(f"{BACKWARD} Metal backward succeeded with private storage tensors, not copied.")

@@ -63,6 +63,9 @@ def checked(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
     if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"flash_attn: q, k and v have {q.dim()}, {k.dim()} and {v.dim()} "
                          "dimensions, must all have 3, [B,S,D], or 4, [B,H,S,D]")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"flash_attn: q, k and v are on {q.device}, {k.device} and {v.device}, "
+                         "must be on one device")
     if q.dtype not in states.DTYPES:
         raise TypeError(f"flash_attn: q is {states.dtype_name(q.dtype)}, must be float64, "
                         "float32, float16 or bfloat16")
