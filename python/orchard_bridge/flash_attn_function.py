@@ -13,7 +13,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from orchard_ops import attention
+from orchard_ops import flash_ops
 
 from . import metal
 
@@ -48,13 +48,13 @@ class FlashAttnFunction(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
                 causal: bool) -> Tuple[Tensor, Tensor]:
         check_devices(q, k, v)
-        attention.checked(q, k, v, scale, dropout_p, causal)
+        flash_ops.checked(q, k, v, scale, dropout_p, causal)
         tell(f"{FORWARD} Shapes: q={q.shape}, scale={scale}, dropout={dropout_p}, causal={causal}")
-        return attention.Flash.forward(ctx, q, k, v, scale, dropout_p, causal)
+        return flash_ops.Flash.forward(ctx, q, k, v, scale, dropout_p, causal)
 
     @staticmethod
     def backward(ctx, grad_out: Optional[Tensor], grad_mask: Optional[Tensor] = None) -> tuple:
-        return attention.backward_of(ctx, grad_out, differentiate)
+        return flash_ops.backward_of(ctx, grad_out, differentiate)
 
 
 def check_devices(*tensors: Tensor) -> None:
@@ -78,10 +78,10 @@ def differentiate(needs: int, *given) -> tuple:
     """orchard::attention_backward where the tensors are; if Metal fails, on the CPU."""
     if not on_mps(given[0]):
         tell(f"{BACKWARD} Metal kernel unavailable, attempting reference fallback.", sys.stderr)
-        return attention.differentiate(needs, *given)
+        return flash_ops.differentiate(needs, *given)
     before = metal.backwards_elsewhere()
     try:
-        made = attention.differentiate(needs, *given)
+        made = flash_ops.differentiate(needs, *given)
     except RuntimeError as why:
         tell(f"{BACKWARD} Metal bwd failed ({why}); falling back to reference attention backward.",
              sys.stderr)
@@ -100,7 +100,7 @@ def on_cpu(needs: int, *given) -> tuple:
     """The same backward, same random numbers, on copies in host memory; results go back."""
     device = given[0].device
     host = (x.cpu() if isinstance(x, Tensor) else x for x in given)
-    return tuple(x.to(device) for x in attention.differentiate(needs, *host))
+    return tuple(x.to(device) for x in flash_ops.differentiate(needs, *host))
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float = 0.0,

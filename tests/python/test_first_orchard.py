@@ -20,7 +20,7 @@ import torch
 import orchard_bridge
 import orchard_ops
 from orchard_bridge import flash_attn_function, metal
-from orchard_ops import attention, state
+from orchard_ops import flash_ops, state
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FORWARD = "[orchard][FlashAttnFunction.forward]"
@@ -471,7 +471,7 @@ def test_debug_lines_of_metal(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[1:] == [
         f"{BACKWARD} Metal backward succeeded with private storage tensors, not copied."]
 
-    calls, run = [], attention.differentiate
+    calls, run = [], flash_ops.differentiate
 
     def fails_once(*given):
         calls.append(1)
@@ -479,7 +479,7 @@ def test_debug_lines_of_metal(monkeypatch, capsys):
             raise RuntimeError("the device was lost")
         return run(*given)
 
-    monkeypatch.setattr(attention, "differentiate", fails_once)
+    monkeypatch.setattr(flash_ops, "differentiate", fails_once)
     found = [x.grad for x in train(causal=True)]
     told = capsys.readouterr()
     assert told.err == (f"{BACKWARD} Metal bwd failed (the device was lost); falling back to "
