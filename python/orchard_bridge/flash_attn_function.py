@@ -13,8 +13,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from orchard.torch import autograd, ops
-from orchard_ops import attention, state
+from orchard_ops import flash_ops
 
 from . import metal
 
@@ -49,31 +48,13 @@ class FlashAttnFunction(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
                 causal: bool) -> Tuple[Tensor, Tensor]:
         check_devices(q, k, v)
-        call = attention.checked(q, k, v, scale, dropout_p, causal)
+        flash_ops.checked(q, k, v, scale, dropout_p, causal)
         tell(f"{FORWARD} Shapes: q={q.shape}, scale={scale}, dropout={dropout_p}, causal={causal}")
-        seed = attention.new_seed(call)
-        out, lse = ops.forward(*attention.arguments(call, seed))
-        mask = state.pack(call, lse, seed)
-        ctx.save_for_backward(q, k, v, out, lse, seed)
-        ctx.options = (scale, dropout_p, causal)
-        ctx.mark_non_differentiable(mask)
-        ctx.set_materialize_grads(False)
-        return out.view(attention.out_shape(q, v)), mask
+        return flash_ops.Flash.forward(ctx, q, k, v, scale, dropout_p, causal)
 
     @staticmethod
     def backward(ctx, grad_out: Optional[Tensor], grad_mask: Optional[Tensor] = None) -> tuple:
-        bits = (attention.DQ, attention.DK, attention.DV)
-        needs = sum(bit for wanted, bit in zip(ctx.needs_input_grad, bits) if wanted)
-        if grad_out is None or not needs:
-            return (None,) * 6
-        q, k, v, out, lse, seed = ctx.saved_tensors
-        call = attention.checked(q, k, v, *ctx.options)
-        given = (needs, attention.folded(grad_out), None, out, lse,
-                 *attention.arguments(call, seed))
-        made = differentiate(*given)
-        grads = [x.view(of.shape) if wanted else None
-                 for x, of, wanted in zip(made, (q, k, v), ctx.needs_input_grad)]
-        return (*grads, None, None, None)
+        return flash_ops.backward_of(ctx, grad_out, differentiate)
 
 
 def check_devices(*tensors: Tensor) -> None:
@@ -95,28 +76,31 @@ def on_mps(x: Tensor) -> bool:
 
 def differentiate(needs: int, *given) -> tuple:
     """orchard::attention_backward where the tensors are; if Metal fails, on the CPU."""
-    run = autograd.AttentionBackward.apply if torch.is_grad_enabled() else ops.backward
     if not on_mps(given[0]):
         tell(f"{BACKWARD} Metal kernel unavailable, attempting reference fallback.", sys.stderr)
-        return run(needs, *given)
+        return flash_ops.differentiate(needs, *given)
+    before = metal.backwards_elsewhere()
     try:
-        made = run(needs, *given)
+        made = flash_ops.differentiate(needs, *given)
     except RuntimeError as why:
         tell(f"{BACKWARD} Metal bwd failed ({why}); falling back to reference attention backward.",
              sys.stderr)
-        return on_cpu(run, needs, *given)
-    if metal.storage_is_shared():
+        return on_cpu(needs, *given)
+    if metal.backwards_elsewhere() != before:
+        tell(f"{BACKWARD} Metal bwd failed (another backend took the call); falling back to "
+             "reference attention backward.", sys.stderr)
+    elif metal.storage_is_shared():
         tell(f"{BACKWARD} Metal backward succeeded with shared storage tensors.")
     else:
         tell(f"{BACKWARD} Metal backward succeeded with private storage tensors, not copied.")
     return made
 
 
-def on_cpu(run, needs: int, *given) -> tuple:
+def on_cpu(needs: int, *given) -> tuple:
     """The same backward, same random numbers, on copies in host memory; results go back."""
     device = given[0].device
     host = (x.cpu() if isinstance(x, Tensor) else x for x in given)
-    return tuple(x.to(device) for x in run(needs, *host))
+    return tuple(x.to(device) for x in flash_ops.differentiate(needs, *host))
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float = 0.0,

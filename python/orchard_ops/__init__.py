@@ -9,6 +9,6 @@ _flash_attn_bwd_dropout. New programs use orchard.torch.scaled_dot_product_atten
 docs/from-the-first-orchard.md says what became of everything else.
 """
 
-from .attention import flash_attn_bwd, flash_attn_fwd
+from .flash_ops import flash_attn_bwd, flash_attn_fwd
 
 __all__ = ["flash_attn_bwd", "flash_attn_fwd"]

@@ -135,8 +135,10 @@ def check_same_scores(kept: Tensor, again: Tensor) -> None:
     """The log-sum-exp that forward left must be that of these q and k, up to rounding."""
     apart = (kept - again).abs()
     apart = apart[(kept != again) & ~(kept.isnan() & again.isnan())]
-    limit = 1e-3 * (1.0 + again[again.isfinite()].abs().max().item()) if apart.numel() else 0.0
-    if apart.numel() and not apart.max().item() <= limit:
+    if not apart.numel():
+        return
+    largest = again.abs().nan_to_num(posinf=0.0).max().item()
+    if not apart.max().item() <= 1e-3 * (1.0 + largest):
         raise ValueError("flash_attn_bwd: mask belongs to a call with other q and k: their "
                          f"log-sum-exp differs by {apart.max().item():.3g}")
 

@@ -213,6 +213,17 @@ def test_the_committed_results_are_of_these_cases(page):
     assert [row for row in rows if row != "case"] == [case.name for case in CASES]
 
 
+def test_a_device_without_float64_is_asked_in_the_other_dtypes(monkeypatch):
+    """"mps:0" stands for the device; its tensors are on the CPU here."""
+    from orchard.conformance import cases
+    asked = []
+    monkeypatch.setattr(cases, "judge", lambda target, problem, device: asked.append(problem.dtype)
+                        or report.Verdict("passes", 0.0))
+    BY_NAME["plain"].run(find("torch"), "mps:0")
+    assert asked == ["float32", "float16", "bfloat16"]
+    assert BY_NAME["double backward"].run(find("torch"), "mps:0").outcome == "not measured"
+
+
 def test_cases_are_named_once_and_explained():
     assert len(BY_NAME) == len(CASES)
     for case in CASES:

@@ -20,7 +20,7 @@ import torch
 import orchard_bridge
 import orchard_ops
 from orchard_bridge import flash_attn_function, metal
-from orchard_ops import state
+from orchard_ops import flash_ops, state
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FORWARD = "[orchard][FlashAttnFunction.forward]"
@@ -263,6 +263,7 @@ def test_a_foreign_mask_is_refused_in_words():
         change=lambda given: {name: given[name].bfloat16() for name in "qkv"})
     assert refusal(q=random(2, 3, 10, 8, seed=7)).startswith(
         told + "belongs to a call with other q and k: their log-sum-exp differs by ")
+    assert refusal(k=torch.full((2, 3, 10, 8), math.nan)).endswith("differs by nan")
 
 
 def test_the_gradient_must_have_the_outputs_shape():
@@ -453,6 +454,12 @@ def test_debug_lines_of_metal(monkeypatch, capsys):
     right = [x.grad for x in train(causal=True)]
     monkeypatch.setenv("ORCHARD_DEBUG_FLASHATN", "1")
     monkeypatch.setattr(flash_attn_function, "on_mps", lambda x: True)
+    train(causal=True)
+    told = capsys.readouterr()      # the CPU ran it, so Metal did not
+    assert "succeeded" not in told.out
+    assert told.err == (f"{BACKWARD} Metal bwd failed (another backend took the call); falling "
+                        "back to reference attention backward.\n")
+    monkeypatch.setattr(metal, "backwards_elsewhere", lambda: 0)
     monkeypatch.setattr(metal, "storage_is_shared", lambda: True)
     train(causal=True)
     told = capsys.readouterr()
@@ -464,7 +471,7 @@ def test_debug_lines_of_metal(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[1:] == [
         f"{BACKWARD} Metal backward succeeded with private storage tensors, not copied."]
 
-    calls, run = [], flash_attn_function.ops.backward
+    calls, run = [], flash_ops.differentiate
 
     def fails_once(*given):
         calls.append(1)
@@ -472,7 +479,7 @@ def test_debug_lines_of_metal(monkeypatch, capsys):
             raise RuntimeError("the device was lost")
         return run(*given)
 
-    monkeypatch.setattr(flash_attn_function.ops, "backward", fails_once)
+    monkeypatch.setattr(flash_ops, "differentiate", fails_once)
     found = [x.grad for x in train(causal=True)]
     told = capsys.readouterr()
     assert told.err == (f"{BACKWARD} Metal bwd failed (the device was lost); falling back to "
@@ -518,6 +525,8 @@ def test_errors():
             "[orchard][flash_attn_function] Input tensors must be on 'mps' device, got "
             "['meta', 'cpu', 'cpu']")):
         orchard_bridge.flash_attn(q.to("meta"), q, q, 1.0)
+    with pytest.raises(ValueError, match="q, k and v are on cpu, meta and cpu, must be on one"):
+        orchard_ops.flash_attn_fwd(q, q.to("meta"), q, 1.0, 0.0, False)
     with pytest.raises(ValueError, match="q, k and v have 2, 3 and 3 dimensions"):
         orchard_ops.flash_attn_fwd(q[0], q, q, 1.0, 0.0, False)
     with pytest.raises(TypeError, match="q is int64, must be float64, float32"):

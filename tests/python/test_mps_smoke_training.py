@@ -8,8 +8,6 @@ looked at one loss before backward; this one compares every gradient with torch'
 sees the loss fall over 30 steps, and asks the report which backend ran.
 """
 
-import ctypes
-
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
 
@@ -49,7 +47,7 @@ def tokens():
 def report():
     """How often each backend ran each operation, in this process: {(op, backend): count}."""
     lines = (_structs.ReportLine * 256)()
-    found = lib.orchard_report(ctypes.cast(lines, ctypes.POINTER(_structs.ReportLine)), 256)
+    found = lib.orchard_report(lines, 256)
     return {(line.op.decode(), line.backend.decode()): line.count
             for line in lines[:found] if line.reason is None}
 

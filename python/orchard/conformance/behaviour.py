@@ -18,7 +18,7 @@ from torch import Tensor
 from . import formula
 from .judge import (ABSENT, HEAVY, PASSES, UNSEEN, WRONG, Verdict, Wrong, ask, compare,
                     judge, raised, references)
-from .problem import Inputs, Problem, build
+from .problem import Inputs, Problem, build, has_float64
 
 Target = Callable
 
@@ -107,6 +107,8 @@ def second_order(target: Target, inputs: Inputs) -> Dict[str, Tensor]:
 
 @guarded
 def double_backward(target: Target, device: str) -> Verdict:
+    if not has_float64(device):
+        return Verdict(UNSEEN, detail="judged in float64, which the device does not have")
     problem = Problem(B=1, H=2, T=9, D=5, dtype="float64")
     inputs = build(problem, device)
     found = second_order(target, inputs)
@@ -116,6 +118,8 @@ def double_backward(target: Target, device: str) -> Verdict:
 
 @guarded
 def forward_mode(target: Target, device: str) -> Verdict:
+    if not has_float64(device):
+        return Verdict(UNSEEN, detail="judged in float64, which the device does not have")
     problem = Problem(B=1, H=2, T=9, D=5, dtype="float64", no_grad=True)
     inputs, clean = build(problem, device), build(problem, "cpu")
 

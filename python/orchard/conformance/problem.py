@@ -85,6 +85,11 @@ class Inputs:
     clean: Dict[str, Tensor]    # k and v without the poison, for the judge
 
 
+def has_float64(device: str) -> bool:
+    """Metal has no double precision: such problems are left out there."""
+    return not device.startswith("mps")
+
+
 # ---- How a tensor lies in memory -----------------------------------------------------------------
 
 def lay(x: Tensor, layout: str) -> Tensor:

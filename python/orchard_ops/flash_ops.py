@@ -6,12 +6,12 @@ orchard.torch. Tensors may be on the CPU or on mps, [B,S,D] or [B,H,S,D], of any
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from orchard.torch import function, ops
+from orchard.torch import autograd, ops
 
 from . import state as states
 from .state import Call
@@ -28,10 +28,7 @@ def flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: flo
     forget it if autograd runs the backward. Dropout acts on the attention probabilities. Causal is
     aligned at the top left, as in torch.
     """
-    call = checked(q, k, v, scale, dropout_p, causal)
-    seed = new_seed(call)
-    out, lse = function.attention(*arguments(call, seed))
-    return out.reshape(out_shape(q, v)), states.pack(call, lse, seed)
+    return Flash.apply(q, k, v, scale, dropout_p, causal)
 
 
 def flash_attn_bwd(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float,
@@ -54,6 +51,48 @@ def flash_attn_bwd(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     return made[0].view(q.shape), made[1].view(k.shape), made[2].view(v.shape)
 
 
+# ---- Autograd ------------------------------------------------------------------------------------
+
+class Flash(torch.autograd.Function):
+    """(out, mask) with gradients, of second order too."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
+                causal: bool) -> Tuple[Tensor, Tensor]:
+        call = checked(q, k, v, scale, dropout_p, causal)
+        seed = new_seed(call)
+        out, lse = ops.forward(*arguments(call, seed))
+        mask = states.pack(call, lse, seed)
+        ctx.save_for_backward(q, k, v, out, lse, seed)
+        ctx.options = (scale, dropout_p, causal)
+        ctx.mark_non_differentiable(mask)
+        ctx.set_materialize_grads(False)
+        return out.view(out_shape(q, v)), mask
+
+    @staticmethod
+    def backward(ctx, grad_out: Optional[Tensor], grad_mask: Optional[Tensor] = None) -> tuple:
+        return backward_of(ctx, grad_out, differentiate)
+
+
+def backward_of(ctx, grad_out: Optional[Tensor], run: Callable[..., tuple]) -> tuple:
+    """Gradients of Flash.forward's six arguments; `run` has attention_backward's parameters."""
+    needs = sum(bit for wanted, bit in zip(ctx.needs_input_grad, (DQ, DK, DV)) if wanted)
+    if grad_out is None or not needs:
+        return (None,) * 6
+    q, k, v, out, lse, seed = ctx.saved_tensors
+    call = checked(q, k, v, *ctx.options)
+    made = run(needs, folded(grad_out), None, out, lse, *arguments(call, seed))
+    grads = [x.view(of.shape) if wanted else None
+             for x, of, wanted in zip(made, (q, k, v), ctx.needs_input_grad)]
+    return (*grads, None, None, None)
+
+
+def differentiate(*given) -> tuple:
+    """orchard::attention_backward; itself differentiable where gradients are being recorded."""
+    run = autograd.AttentionBackward.apply if torch.is_grad_enabled() else ops.backward
+    return run(*given)
+
+
 # ---- Between the two signatures ------------------------------------------------------------------
 
 def checked(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
@@ -63,6 +102,9 @@ def checked(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
     if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"flash_attn: q, k and v have {q.dim()}, {k.dim()} and {v.dim()} "
                          "dimensions, must all have 3, [B,S,D], or 4, [B,H,S,D]")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"flash_attn: q, k and v are on {q.device}, {k.device} and {v.device}, "
+                         "must be on one device")
     if q.dtype not in states.DTYPES:
         raise TypeError(f"flash_attn: q is {states.dtype_name(q.dtype)}, must be float64, "
                         "float32, float16 or bfloat16")
