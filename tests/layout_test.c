@@ -159,40 +159,48 @@ static void no_field_is_forgotten(void)
     }
 }
 
+static const struct {
+    const char *name;
+    int value, expected;
+} values[] = {
+#define VALUE(name, expected) {#name, name, expected}
+    VALUE(ORCHARD_OK, 0),
+    VALUE(ORCHARD_ERROR_ARGUMENT, -1),
+    VALUE(ORCHARD_ERROR_SHAPE, -2),
+    VALUE(ORCHARD_ERROR_DTYPE, -3),
+    VALUE(ORCHARD_ERROR_LAYOUT, -4),
+    VALUE(ORCHARD_ERROR_UNSUPPORTED, -5),
+    VALUE(ORCHARD_ERROR_MEMORY, -6),
+    VALUE(ORCHARD_ERROR_DEVICE, -7),
+    VALUE(ORCHARD_ERROR_COMPILE, -8),
+    VALUE(ORCHARD_ERROR_IO, -9),
+    VALUE(ORCHARD_ERROR_INTERNAL, -10),
+    VALUE(ORCHARD_DTYPE_NONE, 0),
+    VALUE(ORCHARD_F64, 1),
+    VALUE(ORCHARD_F32, 2),
+    VALUE(ORCHARD_F16, 3),
+    VALUE(ORCHARD_BF16, 4),
+    VALUE(ORCHARD_I64, 5),
+    VALUE(ORCHARD_I32, 6),
+    VALUE(ORCHARD_I16, 7),
+    VALUE(ORCHARD_I8, 8),
+    VALUE(ORCHARD_U8, 9),
+    VALUE(ORCHARD_BOOL, 10),
+    VALUE(ORCHARD_STORAGE_ANY, 0),
+    VALUE(ORCHARD_STORAGE_HOST, 1),
+    VALUE(ORCHARD_STORAGE_SHARED, 2),
+    VALUE(ORCHARD_STORAGE_PRIVATE, 3),
+    VALUE(ORCHARD_MAX_RANK, 8),
+    VALUE(ORCHARD_MAX_BACKENDS, 8),
+    VALUE(ORCHARD_MAX_OUTPUTS, 8),
+    VALUE(ORCHARD_TOP_LEFT, 0),
+    VALUE(ORCHARD_BOTTOM_RIGHT, 1)};
+
+enum { VALUES = sizeof values / sizeof *values };
+
 static void constants(void)
 {
-    static const struct {
-        const char *name;
-        int value, expected;
-    } values[] = {
-#define VALUE(name, expected) {#name, name, expected}
-        VALUE(ORCHARD_OK, 0),
-        VALUE(ORCHARD_ERROR_ARGUMENT, -1),
-        VALUE(ORCHARD_ERROR_SHAPE, -2),
-        VALUE(ORCHARD_ERROR_DTYPE, -3),
-        VALUE(ORCHARD_ERROR_LAYOUT, -4),
-        VALUE(ORCHARD_ERROR_UNSUPPORTED, -5),
-        VALUE(ORCHARD_ERROR_MEMORY, -6),
-        VALUE(ORCHARD_ERROR_DEVICE, -7),
-        VALUE(ORCHARD_ERROR_COMPILE, -8),
-        VALUE(ORCHARD_ERROR_IO, -9),
-        VALUE(ORCHARD_ERROR_INTERNAL, -10),
-        VALUE(ORCHARD_DTYPE_NONE, 0),
-        VALUE(ORCHARD_F64, 1),
-        VALUE(ORCHARD_F32, 2),
-        VALUE(ORCHARD_F16, 3),
-        VALUE(ORCHARD_BF16, 4),
-        VALUE(ORCHARD_I64, 5),
-        VALUE(ORCHARD_I32, 6),
-        VALUE(ORCHARD_I16, 7),
-        VALUE(ORCHARD_I8, 8),
-        VALUE(ORCHARD_U8, 9),
-        VALUE(ORCHARD_BOOL, 10),
-        VALUE(ORCHARD_MAX_RANK, 8),
-        VALUE(ORCHARD_MAX_BACKENDS, 8),
-        VALUE(ORCHARD_TOP_LEFT, 0),
-        VALUE(ORCHARD_BOTTOM_RIGHT, 1)};
-    for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+    for (int i = 0; i < VALUES; i++) {
         if (values[i].value != values[i].expected) {
             CHECK_FAIL("%s is %d, expected %d", values[i].name, values[i].value,
                        values[i].expected);
@@ -246,8 +254,30 @@ static void tensor_helpers(void)
     CHECK(scalar.rank == 0 && scalar.data == data);
 }
 
-int main(void)
+/* The same table for tests/python/test_layout.py, as this compiler sees it: "struct NAME 0 SIZE",
+ * "field NAME.FIELD OFFSET SIZE", "constant NAME VALUE". */
+static int print_table(void)
 {
+    for (int i = 0; i < ROWS; i++) {
+        const row *r = &rows[i];
+        printf("%s %s%s%s %zu %zu\n", r->field ? "field" : "struct", r->struct_name,
+               r->field ? "." : "", r->field ? r->field : "", r->offset, r->size);
+    }
+    for (int i = 0; i < VALUES; i++) {
+        printf("constant %s %d\n", values[i].name, values[i].value);
+    }
+    printf("constant ORCHARD_VERSION_MAJOR %d\nconstant ORCHARD_VERSION_MINOR %d\n"
+           "constant ORCHARD_VERSION_PATCH %d\nconstant ORCHARD_HEADER_VERSION %d\n",
+           ORCHARD_VERSION_MAJOR, ORCHARD_VERSION_MINOR, ORCHARD_VERSION_PATCH,
+           ORCHARD_HEADER_VERSION);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 1 && strcmp(argv[1], "--print") == 0) {
+        return print_table();
+    }
     every_field_is_where_it_was();
     no_field_is_forgotten();
     constants();

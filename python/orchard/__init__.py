@@ -1,3 +1,57 @@
-"""Orchard: exact fused attention, forward and backward."""
+"""Orchard: exact fused attention, forward and backward, for training.
 
-from ._library import OrchardError, version
+    import orchard
+    out, lse = orchard.attention_forward(q, k, v, causal=True)
+    grads = orchard.attention_backward(dout, q, k, v, out, lse, causal=True)
+
+q, k, v: NumPy arrays, torch tensors, anything with DLPack or the buffer protocol, in memory of the
+CPU. This package needs neither NumPy nor torch. For torch there is more: `orchard.torch` (autograd,
+torch.compile, MPS), `orchard.enable()` as a switch for existing models; these import torch when
+first used, `import orchard` never does.
+
+    print(orchard.explain("attention_forward", q=q, k=k, v=v))    who would run it, and why
+    print(orchard.report())                                       who ran what so far
+    python -m orchard doctor                                      what this machine can do
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, List
+
+from ._library import (ArgumentError, CompileError, DeviceError, DtypeError, FileError,
+                       InternalError, LayoutError, OrchardError, OutOfMemoryError, ShapeError,
+                       UnsupportedError, version)
+from .arrays import Array
+from .attention import Gradients, attention_backward, attention_forward
+from .reports import (Explanation, MemoryReport, Report, ReportLine, explain, memory_report, report)
+
+__version__ = version()
+
+_SWITCHES = ("enable", "disable", "active", "enable_pytorch_overrides",
+             "disable_pytorch_overrides", "get_active_overrides")
+
+__all__ = [
+    "ArgumentError", "Array", "CompileError", "DeviceError", "DtypeError", "Explanation",
+    "FileError", "Gradients", "InternalError", "LayoutError", "MemoryReport", "OrchardError",
+    "OutOfMemoryError", "Report", "ReportLine", "ShapeError", "UnsupportedError",
+    "attention_backward", "attention_forward", "explain", "memory_report", "report", "version",
+]
+
+if TYPE_CHECKING:
+    from .switch import (active, disable, disable_pytorch_overrides, enable,
+                         enable_pytorch_overrides, get_active_overrides)
+
+
+def __getattr__(name: str) -> Any:
+    """The switches for torch, which import it: only when somebody asks."""
+    if name not in _SWITCHES:
+        raise AttributeError(f"module 'orchard' has no attribute {name!r}")
+    try:
+        from . import switch
+    except ImportError as why:
+        raise ImportError(f"orchard.{name} needs PyTorch: {why}") from why
+    return getattr(switch, name)
+
+
+def __dir__() -> List[str]:
+    return sorted(set(globals()) | set(_SWITCHES))

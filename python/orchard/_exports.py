@@ -1,0 +1,82 @@
+"""What another library's array looks like from here: address, dtype, sizes, strides, and who owns it.
+
+`Export` is that description while it is held; `release` gives the memory back to its owner, once.
+`_buffers` and `_dlpack` make them, `arrays` uses them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Callable, Optional, Sequence, Tuple
+
+from . import _structs
+from ._library import LayoutError, ShapeError
+
+NAMES = {
+    _structs.F64: "f64", _structs.F32: "f32", _structs.F16: "f16", _structs.BF16: "bf16",
+    _structs.I64: "i64", _structs.I32: "i32", _structs.I16: "i16", _structs.I8: "i8",
+    _structs.U8: "u8", _structs.BOOL: "bool",
+}
+SIZES = {
+    _structs.F64: 8, _structs.F32: 4, _structs.F16: 2, _structs.BF16: 2, _structs.I64: 8,
+    _structs.I32: 4, _structs.I16: 2, _structs.I8: 1, _structs.U8: 1, _structs.BOOL: 1,
+}
+
+
+def python_call(name: str, result: Any, *parameters: Any) -> Any:
+    """A function of the interpreter's C API. A prototype of our own: those that hang on
+    ctypes.pythonapi are shared with every other user of ctypes in the process."""
+    return ctypes.PYFUNCTYPE(result, *parameters)((name, ctypes.pythonapi))
+
+
+def dense_strides(shape: Sequence[int]) -> Tuple[int, ...]:
+    """Strides in elements of a row-major array: the last index moves fastest."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class Export:
+    """Memory of another object, held until `release`; strides are in elements."""
+
+    __slots__ = ("address", "dtype", "shape", "strides", "read_only", "copied", "_give_back")
+
+    def __init__(self, address: int, dtype: int, shape: Sequence[int],
+                 strides: Optional[Sequence[int]], read_only: bool,
+                 give_back: Optional[Callable[[], None]] = None, copied: bool = False) -> None:
+        self.address = address
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.strides = dense_strides(self.shape) if strides is None else tuple(strides)
+        self.read_only = read_only
+        self.copied = copied
+        self._give_back = give_back
+
+    def release(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    def tensor(self, op: str, name: str) -> _structs.Tensor:
+        """The C view. What C checks (dtype, alignment, negative strides) is left to C."""
+        rank = len(self.shape)
+        if rank > _structs.MAX_RANK:
+            raise ShapeError(f"{op}: {name} has rank {rank}, the limit is {_structs.MAX_RANK}")
+        view = _structs.Tensor(data=self.address or None, dtype=self.dtype, rank=rank)
+        view.size[:rank] = self.shape
+        # The stride of a dimension of one element says nothing and may be anything.
+        view.stride[:rank] = [stride if size > 1 else max(stride, 0)
+                              for size, stride in zip(self.shape, self.strides)]
+        return view
+
+
+def element_strides(op: str, name: str, shape: Sequence[int], byte_strides: Sequence[int],
+                    item: int) -> Tuple[int, ...]:
+    """Strides in elements from strides in bytes, which must be multiples of the element's size."""
+    for i, (size, stride) in enumerate(zip(shape, byte_strides)):
+        if size > 1 and stride % item:
+            raise LayoutError(f"{op}: {name} has a stride of {stride} bytes in dimension {i}, "
+                              f"which is no multiple of its {item}-byte elements")
+    return tuple(stride // item for stride in byte_strides)

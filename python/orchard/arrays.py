@@ -1,0 +1,183 @@
+"""Arrays of any library as operands, and new arrays of the same kind as results.
+
+An operand is anything with the buffer protocol (NumPy, array.array, memoryview) or DLPack (torch on
+the CPU, JAX on the CPU). Nothing is copied: the C library reads and writes the caller's memory by
+its strides. Neither NumPy nor torch is imported here; a result is made by whichever of them the
+caller's array came from, else it is an `Array`.
+
+    with Operands("attention_forward") as operands:
+        args.out = operands.output("out", out)
+        args.attention.q = operands.input("q", q)
+        ...the C call...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any, List, Optional, Sequence, Tuple
+
+from . import _buffers, _dlpack, _structs
+from ._exports import NAMES, SIZES, Export
+from ._library import ArgumentError, LayoutError, OrchardError
+
+_TORCH_NAMES = {
+    _structs.F64: "float64", _structs.F32: "float32", _structs.F16: "float16",
+    _structs.BF16: "bfloat16", _structs.I64: "int64", _structs.I32: "int32", _structs.I16: "int16",
+    _structs.I8: "int8", _structs.U8: "uint8", _structs.BOOL: "bool",
+}
+
+# Formats of a memoryview; it casts to no 16-bit floats.
+_FORMATS = {
+    _structs.F64: "d", _structs.F32: "f", _structs.F16: "H", _structs.BF16: "H", _structs.I64: "q",
+    _structs.I32: "i", _structs.I16: "h", _structs.I8: "b", _structs.U8: "B", _structs.BOOL: "?",
+}
+
+
+def _is_of(module: str, name: str, array: Any) -> bool:
+    """isinstance(array, module.name) without importing the module."""
+    loaded = sys.modules.get(module)
+    kind = getattr(loaded, name, None)
+    return kind is not None and isinstance(array, kind)
+
+
+def export(op: str, name: str, array: Any) -> Export:
+    """Address, dtype, sizes and strides of an operand; held until its `release`."""
+    if _is_of("torch", "Tensor", array):
+        if array.requires_grad:
+            raise ArgumentError(
+                f"{op}: {name} is a torch tensor that requires grad, and orchard.{op} records no "
+                "gradients: call orchard.torch.scaled_dot_product_attention, or pass "
+                f"{name}.detach()")
+        return _dlpack.export(op, name, array)
+    if isinstance(array, Array):
+        return array._export()
+    if _is_of("numpy", "ndarray", array) and str(array.dtype) == "bfloat16":
+        return _buffers.export_bfloat16(op, name, array)
+    if _buffers.has_buffer(array):
+        try:
+            return _buffers.export(op, name, array)
+        except OrchardError:
+            raise
+        except Exception as why:  # an exporter may refuse one protocol and offer the other
+            if not hasattr(array, "__dlpack__"):
+                raise ArgumentError(f"{op}: {name} cannot be read as a buffer: {why}") from why
+    if hasattr(array, "__dlpack__"):
+        return _dlpack.export(op, name, array)
+    raise ArgumentError(f"{op}: {name} is {_article(type(array).__name__)}, which has neither "
+                        "DLPack nor the buffer protocol")
+
+
+def _article(word: str) -> str:
+    return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"
+
+
+class Operands:
+    """The arrays of one call: holds their memory from first to last use."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.held: List[Export] = []
+
+    def __enter__(self) -> "Operands":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        while self.held:
+            self.held.pop().release()
+
+    def hold(self, name: str, array: Any) -> Optional[Export]:
+        """The description of an array; None for None."""
+        if array is None:
+            return None
+        found = export(self.op, name, array)
+        self.held.append(found)
+        return found
+
+    def input(self, name: str, array: Any) -> _structs.Tensor:
+        """The C view of an operand that is read; None is the absent tensor."""
+        found = self.hold(name, array)
+        return _structs.Tensor() if found is None else found.tensor(self.op, name)
+
+    def output(self, name: str, array: Any) -> _structs.Tensor:
+        """The C view of an operand that is written: its memory must be the caller's to write."""
+        found = self.hold(name, array)
+        if found is None:
+            return _structs.Tensor()
+        if found.read_only:
+            raise LayoutError(f"{self.op}: {name} is read-only, an output is written to")
+        if found.copied:
+            raise LayoutError(f"{self.op}: {name} was copied by its exporter: what is written "
+                              "there would be lost")
+        return found.tensor(self.op, name)
+
+
+# ---- Results ----------------------------------------------------------------------------------------
+
+
+def empty_like_kind(array: Any, shape: Sequence[int], dtype: int) -> Any:
+    """A new dense array of the kind of `array` (NumPy, torch, else ours); undefined elements."""
+    shape = tuple(shape)
+    if _is_of("torch", "Tensor", array):
+        return array.new_empty(shape, dtype=getattr(sys.modules["torch"], _TORCH_NAMES[dtype]))
+    if _is_of("numpy", "ndarray", array) or _is_of("numpy", "generic", array):
+        numpy = sys.modules["numpy"]
+        # bfloat16 is a type that ml_dtypes adds: only the array itself knows it.
+        kind = array.dtype if dtype == _structs.BF16 else _TORCH_NAMES[dtype]
+        return numpy.empty(shape, dtype=kind)
+    return Array(shape, dtype)
+
+
+class Array:
+    """A dense array of Orchard's own, for callers without NumPy and torch.
+
+    `memory()` is a memoryview with shape and format (f16 and bf16, to which memoryview cannot cast,
+    as unsigned 16-bit integers); from Python 3.12 on `memoryview(array)` is the same. Libraries
+    take it without a copy through DLPack: `numpy.from_dlpack(array)`, `torch.from_dlpack(array)`.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: int) -> None:
+        self.shape: Tuple[int, ...] = tuple(shape)
+        self._dtype = dtype
+        count = 1
+        for size in self.shape:
+            count *= size
+        # 64-bit units: every element type is aligned.
+        self._memory = (ctypes.c_uint64 * ((count * SIZES[dtype] + 7) // 8 or 1))()
+        self._bytes = count * SIZES[dtype]
+
+    @property
+    def dtype(self) -> str:
+        """The element type as C writes it: "f32"."""
+        return NAMES[self._dtype]
+
+    def memory(self) -> memoryview:
+        """Shape and format for whoever reads it with plain Python."""
+        flat = memoryview(self._memory).cast("B")[:self._bytes]
+        if not self._bytes:
+            return flat.cast(_FORMATS[self._dtype])  # a shape with a 0 in it cannot be cast to
+        return flat.cast(_FORMATS[self._dtype], list(self.shape))
+
+    def __buffer__(self, flags: int) -> memoryview:
+        return self.memory()
+
+    def tolist(self) -> Any:
+        """Elements as nested lists (f16 and bf16 as their 16 bits)."""
+        return self.memory().tolist() if self._bytes else []
+
+    def _export(self) -> Export:
+        return Export(ctypes.addressof(self._memory), self._dtype, self.shape, None, False,
+                      lambda held=self: None)
+
+    def __dlpack_device__(self) -> Tuple[int, int]:
+        return _dlpack.CPU, 0
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Optional[Tuple[int, int]] = None,
+                   dl_device: Optional[Tuple[int, int]] = None, copy: Optional[bool] = None) -> Any:
+        if copy or (dl_device is not None and tuple(dl_device) != (_dlpack.CPU, 0)):
+            raise BufferError("orchard.Array: neither copied nor moved to another device")
+        return _dlpack.lend(self._memory, ctypes.addressof(self._memory), self._dtype, self.shape,
+                            versioned=max_version is not None and max_version[0] >= 1)
+
+    def __repr__(self) -> str:
+        return f"orchard.Array({list(self.shape)}, {self.dtype})"

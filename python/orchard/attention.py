@@ -1,0 +1,275 @@
+"""Attention on arrays of any library: orchard.attention_forward and orchard.attention_backward.
+
+The contract (shapes, dtypes, what each option means and in which order they apply) is that of
+include/orchard/attention.h; so are the checks and their sentences, which arrive as exceptions:
+`orchard.OrchardError` and its kinds. Letters: B batch, H query heads, G key/value heads, T queries,
+S keys, D head size of q and k, E head size of v.
+
+    out, lse = orchard.attention_forward(q, k, v, causal=True)
+    grads = orchard.attention_backward(dout, q, k, v, out, lse, causal=True)
+    grads.dq, grads.dk, grads.dv
+
+The Python interpreter is free for other threads during a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import numbers
+import operator
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
+
+from . import _structs
+from ._context import Context, context
+from ._exports import Export
+from ._library import ArgumentError, check, lib
+from .arrays import Operands, empty_like_kind
+
+_ALIGN = {"top_left": _structs.TOP_LEFT, "bottom_right": _structs.BOTTOM_RIGHT}
+
+
+class Gradients(NamedTuple):
+    """What attention_backward computed; None for what was not asked for."""
+
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None
+    dsinks: Any = None
+
+
+# ---- Options: numbers as C takes them -----------------------------------------------------------------
+
+
+def _integer(op: str, name: str, value: Any, low: int, high: int) -> int:
+    """ctypes would cut a number that does not fit; this refuses it."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{op}: {name} is {value!r}, must be an integer") from None
+    if not low <= number <= high:
+        raise ArgumentError(f"{op}: {name} is {number}, must be {low} ... {high}")
+    return number
+
+
+def _flag(op: str, name: str, value: Any) -> int:
+    """NumPy's bool is no integer to Python, but it is meant as one here."""
+    meant = bool(value) if type(value).__name__ in ("bool", "bool_") else value
+    return _integer(op, name, meant, -2**31, 2**31 - 1)
+
+
+def _int64(op: str, name: str, value: Any) -> int:
+    return _integer(op, name, value, -2**63, 2**63 - 1)
+
+
+def _real(op: str, name: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
+        raise ArgumentError(f"{op}: {name} is {value!r}, must be a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as why:
+        raise ArgumentError(f"{op}: {name} is no number that fits: {why}") from None
+
+
+def _window(op: str, window: Any) -> Tuple[int, int]:
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{op}: window is {window!r}, must be (left, right), "
+                            "-1 for no limit") from None
+    return (-1 if left is None else _int64(op, "window's left", left),
+            -1 if right is None else _int64(op, "window's right", right))
+
+
+_TENSORS = ("bias", "mask", "alibi", "sinks", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def _fill(operands: Operands, into: _structs.Attention, options: Dict[str, Any]) -> None:
+    """All of orchard_attention but q, k and v."""
+    op = operands.op
+    for name in _TENSORS:
+        if options[name] is not None:
+            setattr(into, name, operands.input(name, options[name]))
+    into.max_t = _int64(op, "max_t", options["max_t"])
+    into.max_s = _int64(op, "max_s", options["max_s"])
+    if options["scale"] is not None:
+        into.scale, into.has_scale = _real(op, "scale", options["scale"]), 1
+    into.causal = _flag(op, "causal", options["causal"])
+    if not isinstance(options["align"], str) or options["align"] not in _ALIGN:
+        raise ArgumentError(f"{op}: align is {options['align']!r}, must be \"top_left\" or "
+                            "\"bottom_right\"")
+    into.align = _ALIGN[options["align"]]
+    if options["window"] is not None:
+        into.window_left, into.window_right = _window(op, options["window"])
+        into.has_window = 1
+    into.softcap = _real(op, "softcap", options["softcap"])
+    into.dropout = _real(op, "dropout", options["dropout"])
+    into.seed = _integer(op, "seed", options["seed"], 0, 2**64 - 1)
+    into.dropout_offset = _integer(op, "dropout_offset", options["dropout_offset"], 0, 2**32 - 1)
+
+
+def _context(op: str, backend: Any, threads: Any) -> Context:
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentError(f"{op}: backend is {backend!r}, must be a name such as \"cpu\"")
+    if backend is not None and "\0" in backend:
+        raise ArgumentError(f"{op}: backend is {backend!r}, which no backend is called")
+    return context(threads=_integer(op, "threads", threads, -2**31, 2**31 - 1),
+                   backend=backend or None)
+
+
+# ---- Calls ---------------------------------------------------------------------------------------------
+
+Run = Callable[[Context, str, Any], Any]
+
+
+def _run(ctx: Context, op: str, args: Any) -> None:
+    check(getattr(lib, "orchard_" + op)(ctx.handle, ctypes.byref(args)))
+
+
+def _row_shapes(q: Optional[Export], v: Optional[Export]) -> Optional[Tuple[tuple, tuple]]:
+    """Shapes of out and lse: q's rows, with v's head size and without one, in every layout."""
+    if q is None or v is None:
+        return None  # C says which is missing
+    return q.shape[:-1] + v.shape[-1:], q.shape[:-1]
+
+
+def forward(run: Run, q: Any, k: Any, v: Any, out: Any, lse: Any, backend: Any, threads: Any,
+            options: Dict[str, Any]) -> Tuple[Any, Any, Any]:
+    """Builds the forward call and hands it to `run`: (out, lse, what run returned)."""
+    op = "attention_forward"
+    args = _structs.AttentionForwardArgs()
+    with Operands(op) as operands:
+        held = [operands.hold(name, array) for name, array in (("q", q), ("k", k), ("v", v))]
+        for name, found in zip("qkv", held):
+            if found is not None:
+                setattr(args.attention, name, found.tensor(op, name))
+        _fill(operands, args.attention, options)
+        shapes = _row_shapes(held[0], held[2])
+        if shapes is not None and out is None:
+            out = empty_like_kind(q, shapes[0], held[0].dtype)
+        if shapes is not None and lse is None:
+            lse = empty_like_kind(q, shapes[1], lse_dtype(held[0].dtype))
+        args.out = operands.output("out", out)
+        args.lse = operands.output("lse", lse)
+        return out, lse, run(_context(op, backend, threads), op, args)
+
+
+def lse_dtype(dtype: int) -> int:
+    """fp32, for fp64 fp64."""
+    return _structs.F64 if dtype == _structs.F64 else _structs.F32
+
+
+def _asked(op: str, want: Any, given: Dict[str, Any]) -> set:
+    names = (want,) if isinstance(want, str) else want
+    try:
+        wanted = set(names)
+    except TypeError:
+        raise ArgumentError(f"{op}: want is {want!r}, must hold names of gradients") from None
+    unknown = sorted(str(name) for name in wanted - set(given))
+    if unknown:
+        raise ArgumentError(f"{op}: want holds {unknown[0]!r}, there are: {', '.join(given)}")
+    return wanted | {name for name, array in given.items() if array is not None}
+
+
+def backward(run: Run, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, want: Any,
+             given: Dict[str, Any], backend: Any, threads: Any,
+             options: Dict[str, Any]) -> Tuple[Gradients, Any]:
+    """Builds the backward call and hands it to `run`: (gradients, what run returned)."""
+    op = "attention_backward"
+    args = _structs.AttentionBackwardArgs()
+    asked = _asked(op, want, given)
+    sources = {"dq": q, "dk": k, "dv": v, "dbias": options["bias"], "dsinks": options["sinks"]}
+    with Operands(op) as operands:
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            setattr(args.attention, name, operands.input(name, array))
+        _fill(operands, args.attention, options)
+        for name, array in (("dout", dout), ("dlse", dlse), ("out", out), ("lse", lse)):
+            setattr(args, name, operands.input(name, array))
+        results = {}
+        for name in sorted(asked):
+            results[name] = given[name]
+            source = sources[name]
+            if results[name] is None and source is not None:
+                shaped = operands.hold(name[1:], source)
+                results[name] = empty_like_kind(source, shaped.shape, shaped.dtype)
+            elif results[name] is None and name in ("dbias", "dsinks"):
+                raise ArgumentError(f"{op}: {name} is wanted without {name[1:]}")
+            setattr(args, name, operands.output(name, results[name]))
+        return Gradients(**results), run(_context(op, backend, threads), op, args)
+
+
+def attention_forward(
+        q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, bias: Any = None,
+        mask: Any = None, alibi: Any = None, sinks: Any = None, key_lengths: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_t: int = 0, max_s: int = 0,
+        scale: Optional[float] = None, causal: bool = False, align: str = "top_left",
+        window: Optional[Tuple[Optional[int], Optional[int]]] = None, softcap: float = 0.0,
+        dropout: float = 0.0, seed: int = 0, dropout_offset: int = 0,
+        backend: Optional[str] = None, threads: int = 0) -> Tuple[Any, Any]:
+    """softmax(scale * q k^T + ...) v and the logarithm of its denominator, exactly, without the
+    matrix: returns (out, lse).
+
+    Args:
+        q, k, v: [B,H,T,D], [B,G,S,D], [B,G,S,E], H a multiple of G; or [B,T,D] with one head; or,
+            with cu_seqlens, packed [total,H,D]. One dtype: fp64, fp32, fp16 or bf16. Any strides
+            that are not negative: [B,T,H,D] is a transposed view.
+        out, lse: memory for the results, [B,H,T,E] in q's dtype and [B,H,T] in fp32 (fp64 for
+            fp64). None: new dense arrays of q's kind.
+        bias: [B,H,T,S], each size 1 or full, added to the scores; q's dtype or fp32.
+        mask: [B,H,T,S] bool, each size 1 or full; True = this query may see this key.
+        alibi: slopes [H] or [B,H]; the score falls by slope * distance.
+        sinks: [H]; a logit per head that joins the denominator only.
+        key_lengths: [B] int32 or int64; keys from there on are padding.
+        cu_seqlens_q, cu_seqlens_k: [n+1], where each packed sequence begins, ending with the total;
+            with max_t and max_s, the longest of them.
+        scale: None is 1/sqrt(D).
+        causal: each query sees keys up to its own position; `align` says whether query 0 stands at
+            key 0 ("top_left", as in torch) or the last query at the last key ("bottom_right").
+        window: (left, right) keys around a query's position; -1 or None = no limit on that side.
+        softcap: scores become softcap * tanh(score / softcap); 0 = off.
+        dropout, seed, dropout_offset: probability of dropping an attention weight, and what the
+            choice is a function of. Give backward the same.
+        backend: "cpu", "ref", "opencl", "metal" or a list "opencl,cpu"; None = all, best first.
+        threads: 0 = as many as there are cores. Results do not depend on it.
+
+    Raises:
+        OrchardError: its kinds say what was wrong, the text which operand and numbers; nothing was
+            written then.
+    """
+    options = dict(bias=bias, mask=mask, alibi=alibi, sinks=sinks, key_lengths=key_lengths,
+                   cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_t=max_t, max_s=max_s,
+                   scale=scale, causal=causal, align=align, window=window, softcap=softcap,
+                   dropout=dropout, seed=seed, dropout_offset=dropout_offset)
+    return forward(_run, q, k, v, out, lse, backend, threads, options)[:2]
+
+
+def attention_backward(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None,
+        want: Sequence[str] = ("dq", "dk", "dv"), dq: Any = None, dk: Any = None, dv: Any = None,
+        dbias: Any = None, dsinks: Any = None, bias: Any = None, mask: Any = None,
+        alibi: Any = None, sinks: Any = None, key_lengths: Any = None, cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None, max_t: int = 0, max_s: int = 0, scale: Optional[float] = None,
+        causal: bool = False, align: str = "top_left",
+        window: Optional[Tuple[Optional[int], Optional[int]]] = None, softcap: float = 0.0,
+        dropout: float = 0.0, seed: int = 0, dropout_offset: int = 0,
+        backend: Optional[str] = None, threads: int = 0) -> Gradients:
+    """Gradients of a loss with respect to q, k, v, bias and sinks.
+
+    Args:
+        dout: gradient of the loss with respect to out, shaped as out.
+        q, k, v, out, lse: forward's inputs and results, unchanged.
+        dlse: gradient with respect to lse, where the loss uses it.
+        want: names of the gradients to compute: "dq", "dk", "dv", "dbias", "dsinks". What is not
+            asked for is not computed.
+        dq, dk, dv, dbias, dsinks: memory for the results (asks for them too); None: new arrays of
+            the kind of q, k, v, bias, sinks, shaped and typed as those. They are written, not added
+            to.
+
+    All other arguments are attention_forward's and must be the same as there.
+    """
+    options = dict(bias=bias, mask=mask, alibi=alibi, sinks=sinks, key_lengths=key_lengths,
+                   cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_t=max_t, max_s=max_s,
+                   scale=scale, causal=causal, align=align, window=window, softcap=softcap,
+                   dropout=dropout, seed=seed, dropout_offset=dropout_offset)
+    given = dict(dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks)
+    return backward(_run, dout, q, k, v, out, lse, dlse, want, given, backend, threads, options)[0]

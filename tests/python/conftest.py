@@ -1,0 +1,64 @@
+"""What every file of tests/python shares: the closing line that tests/run reads, and its two rules.
+
+A skipped or expected-to-fail case counts as failed unless its reason stands below. With
+ORCHARD_TEST_INSTALLED set, as tests/run does, `orchard` must come from the environment's own
+site-packages: a test of the tree would say nothing about the wheel.
+"""
+import os
+import pathlib
+import sys
+
+ALLOWED_SKIPS = {  # the beginning of a reason: why such a case may be left out
+}
+
+_counts = {"passed": 0, "failed": 0}
+_refused = []
+
+
+def pytest_configure(config):
+    if not os.environ.get("ORCHARD_TEST_INSTALLED"):
+        return
+    import orchard
+
+    where = pathlib.Path(orchard.__file__).resolve()
+    if pathlib.Path(sys.prefix).resolve() not in where.parents:
+        raise RuntimeError(f"orchard is imported from {where}, not from {sys.prefix}")
+
+
+def _allowed(report):
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    return any(reason.startswith(start) for start in ALLOWED_SKIPS), reason
+
+
+def pytest_runtest_logreport(report):
+    if report.skipped:
+        allowed, reason = _allowed(report)
+        if not allowed:
+            _counts["failed"] += 1
+            _refused.append(f"{report.nodeid}: skipped ({reason}), which is not on the list")
+    elif report.failed:
+        _counts["failed"] += 1
+    elif report.when == "call":
+        _counts["passed"] += 1
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        _counts["failed"] += 1
+    elif report.skipped and not _allowed(report)[0]:
+        _counts["failed"] += 1
+        _refused.append(f"{report.nodeid}: skipped as a whole")
+
+
+def pytest_unconfigure(config):
+    names = [pathlib.Path(word.split("::")[0]).stem for word in config.args]
+    for line in _refused:
+        print(line)
+    name = names[0] if len(names) == 1 else "python"
+    print(f"{name}: {_counts['passed']} passed, {_counts['failed']} failed")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if _refused and session.exitstatus == 0:
+        session.exitstatus = 1

@@ -1,0 +1,399 @@
+"""How arrays of other libraries are read and made: buffer protocol, DLPack, results, refusals."""
+import array
+import ctypes
+import gc
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import orchard
+import pytest
+import torch
+from orchard import _dlpack, _structs
+from orchard.arrays import Array, Operands, empty_like_kind, export
+
+RNG = np.random.default_rng(11)
+
+
+def numbers(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def described(x):
+    with Operands("test") as operands:
+        found = operands.hold("x", x)
+        return found.dtype, found.shape, found.strides, found.address, found.read_only
+
+
+def test_importing_orchard_imports_neither_torch_nor_numpy():
+    code = ("import sys, orchard, array; a = array.array('f', range(6)); "
+            "m = memoryview(a).cast('B').cast('f', [1, 1, 3, 2]); orchard.attention_forward(m, m, m);"
+            "print([n for n in ('torch', 'numpy', 'transformers') if n in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n" and done.stderr == ""
+
+
+# ---- Buffer protocol -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numpy_name, dtype", [
+    ("float64", "F64"), ("float32", "F32"), ("float16", "F16"), ("int64", "I64"), ("int32", "I32"),
+    ("int16", "I16"), ("int8", "I8"), ("uint8", "U8"), ("bool", "BOOL"), ("longlong", "I64")])
+def test_dtypes_of_numpy(numpy_name, dtype):
+    x = np.zeros((2, 3), numpy_name)
+    assert described(x) == (getattr(_structs, dtype), (2, 3), (3, 1), x.ctypes.data, False)
+
+
+@pytest.mark.parametrize("numpy_name", ["uint32", "uint64", "complex64", "longdouble", "S4"])
+def test_dtypes_that_nobody_takes(numpy_name):
+    with pytest.raises(orchard.DtypeError, match="test: x has elements of format"):
+        export("test", "x", np.zeros((2, 3), numpy_name))
+
+
+def test_dates_have_no_buffer():
+    with pytest.raises(orchard.ArgumentError, match="x cannot be read"):
+        export("test", "x", np.zeros(3, "datetime64[s]"))
+
+
+def test_strides_are_read_not_copied():
+    x = np.zeros((4, 6, 8), np.float32)
+    view = x[1:, ::2, 3:5].transpose(2, 0, 1)
+    assert described(view) == (_structs.F32, (2, 3, 3), (1, 48, 16), view.ctypes.data, False)
+    repeated = np.broadcast_to(np.float32(1), (3, 4))
+    assert described(repeated)[2] == (0, 0) and described(repeated)[4]
+
+
+def test_scalars_and_empty_arrays():
+    assert described(np.array(1.5))[:3] == (_structs.F64, (), ())
+    assert described(np.zeros((2, 0, 3)))[:2] == (_structs.F64, (2, 0, 3))
+    assert described(np.float32(2))[:2] == (_structs.F32, ())
+
+
+def test_big_endian_is_refused():
+    with pytest.raises(orchard.DtypeError, match="x is big-endian"):
+        export("test", "x", np.zeros(3, ">f4"))
+    assert described(np.zeros(3, ">i1"))[0] == _structs.I8  # one byte has no order
+
+
+def test_a_stride_between_elements_is_refused():
+    record = np.zeros(4, np.dtype([("a", "f4"), ("b", "i1"), ("c", "i1")]))
+    with pytest.raises(orchard.LayoutError, match="stride of 6 bytes in dimension 0.*4-byte"):
+        export("test", "x", record["a"])
+    assert described(record["b"])[2] == (6,)
+
+
+def test_negative_strides_get_c_s_sentence():
+    q = numbers(1, 2, 3, 4)
+    with pytest.raises(orchard.LayoutError, match="attention_forward: q has stride -4 in dimension"):
+        orchard.attention_forward(q[:, :, ::-1], q, q)
+    one = numbers(1, 1, 1, 4)[:, :, ::-1]  # of one element: no direction, no objection
+    out, _ = orchard.attention_forward(one, one, one)
+    assert np.array_equal(out, one)
+
+
+def test_too_many_dimensions():
+    with pytest.raises(orchard.ShapeError, match="q has rank 9, the limit is 8"):
+        orchard.attention_forward(np.zeros((1,) * 9, "f4"), numbers(1, 1, 2, 2), numbers(1, 1, 2, 2))
+
+
+def test_read_only_inputs_are_fine_and_outputs_are_not():
+    q = numbers(1, 2, 3, 4)
+    expected, lse = orchard.attention_forward(q, q, q)
+    q.flags.writeable = False
+    out, _ = orchard.attention_forward(q, q, q)
+    assert np.array_equal(out, expected)
+    for name in ("out", "lse"):
+        target = {"out": np.zeros_like(q), "lse": np.zeros_like(lse)}
+        target[name].flags.writeable = False
+        with pytest.raises(orchard.LayoutError, match=f"{name} is read-only"):
+            orchard.attention_forward(q, q, q, **target)
+        assert not target[name].any()
+    with pytest.raises(orchard.LayoutError, match="dk is read-only"):
+        locked = np.zeros_like(q)
+        locked.flags.writeable = False
+        orchard.attention_backward(expected, q, q, q, expected, lse, dk=locked)
+
+
+def test_plain_python_buffers():
+    values = [float(x) for x in numbers(24).astype(np.float32)]
+    flat = array.array("f", values)
+    q = np.array(values, np.float32).reshape(1, 2, 3, 4)
+    expected, expected_lse = orchard.attention_forward(q, q, q)
+    kinds = {
+        "memoryview": memoryview(flat).cast("B").cast("f", [1, 2, 3, 4]),
+        "bytes": memoryview(flat.tobytes()).cast("f", [1, 2, 3, 4]),
+        "ctypes": (ctypes.c_float * 4 * 3 * 2 * 1).from_buffer(flat),
+    }
+    for kind, x in kinds.items():
+        out, lse = orchard.attention_forward(x, x, x)
+        assert isinstance(out, Array) and out.shape == (1, 2, 3, 4) and out.dtype == "f32", kind
+        assert np.array_equal(np.from_dlpack(out), expected)
+        assert out.tolist() == expected.tolist() and lse.tolist() == expected_lse.tolist()
+        target = memoryview(bytearray(96)).cast("f", [1, 2, 3, 4])
+        again, _ = orchard.attention_forward(x, x, x, out=target)
+        assert again is target and target.tolist() == expected.tolist()
+    with pytest.raises(orchard.LayoutError, match="out is read-only"):
+        orchard.attention_forward(q, q, q, out=memoryview(bytes(96)).cast("f", [1, 2, 3, 4]))
+
+
+def test_buffers_are_given_back():
+    block = bytearray(96)
+    x = memoryview(block).cast("f", [1, 2, 3, 4])
+    orchard.attention_forward(x, x, x)
+    with pytest.raises(orchard.ShapeError):
+        orchard.attention_forward(x, x, np.zeros((1, 2, 5, 4), np.float32))
+    with pytest.raises(orchard.LayoutError):
+        orchard.attention_forward(x, x, x, out=memoryview(bytes(96)).cast("f", [1, 2, 3, 4]))
+    x.release()
+    block.append(1)  # raises BufferError while anybody holds it
+    q = numbers(1, 2, 3, 4)
+    before = sys.getrefcount(q)
+    for _ in range(100):
+        orchard.attention_forward(q, q, q)
+    gc.collect()
+    assert sys.getrefcount(q) == before
+
+
+def test_things_that_are_no_arrays():
+    q = numbers(1, 1, 2, 2)
+    for thing, words in ((3, "q is an int"), ([1.0], "q is a list"), ("text", "q is a str"),
+                         (object(), "q is an object")):
+        with pytest.raises(orchard.ArgumentError, match=words + ", which has neither DLPack nor"):
+            orchard.attention_forward(thing, q, q)
+    with pytest.raises(orchard.ArgumentError, match="attention_forward: k is missing"):
+        orchard.attention_forward(q, None, q)
+    with pytest.raises(orchard.DtypeError, match="q is u8, must be f64"):
+        orchard.attention_forward(memoryview(b"abcd").cast("B", [1, 1, 2, 2]), q, q)
+
+
+# ---- DLPack --------------------------------------------------------------------------------------
+
+
+NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi))
+
+
+class Exporter:
+    """A DLPack producer written with ctypes that counts calls of its deleter."""
+
+    def __init__(self, values, versioned=True, **changes):
+        self.values = np.ascontiguousarray(values)
+        self.deleted, self.versioned, self.changes = 0, versioned, changes
+        self.device = (1, 0)
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **options):
+        if self.changes.get("old") and options:
+            raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
+        kind = _dlpack.DLManagedTensorVersioned if self.versioned else _dlpack.DLManagedTensor
+        self.managed = kind()
+        rank = self.values.ndim
+        self.shape = (ctypes.c_int64 * rank)(*self.values.shape)
+        self.strides = (ctypes.c_int64 * rank)(
+            *(n // self.values.itemsize for n in self.values.strides))
+        code = {"f": 2, "i": 0, "u": 1, "b": 6}[self.values.dtype.kind]
+        tensor = _dlpack.DLTensor(
+            data=self.values.ctypes.data - self.changes.get("byte_offset", 0),
+            device_type=self.changes.get("inner_device", 1), ndim=rank,
+            code=self.changes.get("code", code), bits=self.values.itemsize * 8,
+            lanes=self.changes.get("lanes", 1), shape=self.shape,
+            byte_offset=self.changes.get("byte_offset", 0))
+        if not self.changes.get("no_strides"):
+            tensor.strides = self.strides
+        self.managed.tensor = tensor
+        self.managed.deleter = ctypes.cast(self.deleter(), ctypes.c_void_p).value
+        if self.versioned:
+            self.managed.major = self.changes.get("major", 1)
+            self.managed.flags = self.changes.get("flags", 0)
+        self.name = _dlpack.VERSIONED if self.versioned else _dlpack.PLAIN
+        return NEW_CAPSULE(ctypes.addressof(self.managed), self.name, None)
+
+    def deleter(self):
+        @_dlpack.Deleter
+        def count(address):
+            assert address == ctypes.addressof(self.managed)
+            self.deleted += 1
+        self.count = count
+        return count
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"no_strides": True}, {"byte_offset": 64}, {"old": True}])
+def test_dlpack_is_read_and_given_back_once(versioned, changes):
+    q = numbers(1, 2, 3, 4)
+    expected, _ = orchard.attention_forward(q, q, q)
+    x = Exporter(q, versioned, **changes)
+    out, _ = orchard.attention_forward(x, q, q)
+    assert x.deleted == 1
+    assert isinstance(out, Array) and np.array_equal(np.from_dlpack(out), expected)
+    with pytest.raises(orchard.ShapeError):  # refused by C: given back as well
+        orchard.attention_forward(x, q, numbers(1, 2, 5, 4))
+    assert x.deleted == 2
+    with pytest.raises(orchard.ArgumentError):  # refused before C
+        orchard.attention_forward(x, q, q, window="no")
+    assert x.deleted == 3
+
+
+@pytest.mark.parametrize("changes, error, words", [
+    ({"code": 5}, orchard.DtypeError, r"x has DLPack type \(code 5, 32 bits, 1 lanes\)"),
+    ({"lanes": 4}, orchard.DtypeError, "4 lanes"),
+    ({"inner_device": 2}, orchard.DeviceError, "x is on cuda:0, only memory of the CPU"),
+    ({"major": 2}, orchard.ArgumentError, "x comes as DLPack 2.0, versions 0 and 1 are known")])
+def test_dlpack_that_is_refused_is_given_back_once(changes, error, words):
+    x = Exporter(numbers(2, 3), **changes)
+    with pytest.raises(error, match=words):
+        export("test", "x", x)
+    assert x.deleted == 1
+
+
+def test_other_devices_are_refused_before_anything_is_exported():
+    for kind, name in ((2, "cuda"), (8, "metal"), (77, "DLPack device 77")):
+        x = Exporter(numbers(2, 3))
+        x.device = (kind, 1)
+        with pytest.raises(orchard.DeviceError, match=f"q is on {name}:1, only memory of the CPU"):
+            orchard.attention_forward(x, x, x)
+        assert x.deleted == 0
+
+
+def test_read_only_and_copied_memory_is_no_output():
+    q = numbers(1, 2, 3, 4)
+    for flags, words in ((1, "out is read-only"), (2, "out was copied by its exporter")):
+        x = Exporter(np.zeros_like(q), flags=flags)
+        orchard.attention_forward(Exporter(q, flags=flags), q, q)  # as an input it is fine
+        with pytest.raises(orchard.LayoutError, match=words):
+            orchard.attention_forward(q, q, q, out=x)
+        assert x.deleted == 1 and not x.values.any()
+    x = Exporter(np.zeros_like(q))
+    out, _ = orchard.attention_forward(q, q, q, out=x)
+    assert out is x and np.array_equal(x.values, orchard.attention_forward(q, q, q)[0])
+
+
+def test_capsules_that_are_none():
+    class Liar:
+        def __dlpack__(self, **_):
+            return self.what
+
+    x = Liar()
+    x.what = 5
+    with pytest.raises(orchard.ArgumentError, match="__dlpack__ gave int, not a DLPack capsule"):
+        export("test", "x", x)
+    used = torch.zeros(3).__dlpack__()
+    torch.from_dlpack(used)
+    x.what = used
+    with pytest.raises(orchard.ArgumentError, match="not a DLPack capsule that nobody has used"):
+        export("test", "x", x)
+
+    class Broken:
+        def __dlpack__(self, **_):
+            raise RuntimeError("not today")
+
+    with pytest.raises(orchard.ArgumentError, match="x cannot be read through DLPack: not today"):
+        export("test", "x", Broken())
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "float16", "bfloat16"])
+def test_torch_tensors_in_and_out(name):
+    dtype = getattr(torch, name)
+    q = torch.randn(2, 3, 5, 8, generator=torch.manual_seed(1)).to(dtype)
+    out, lse = orchard.attention_forward(q.transpose(1, 2).contiguous().transpose(1, 2), q, q)
+    assert out.dtype == dtype and out.shape == q.shape and out.device.type == "cpu"
+    assert lse.dtype == (torch.float64 if name == "float64" else torch.float32)
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), q.double(), q.double())
+    assert torch.allclose(out.double(), expected, atol={"bfloat16": 2e-2, "float16": 2e-3}.get(name, 1e-6))
+    assert torch.equal(out, orchard.attention_forward(q, q, q)[0])
+
+
+def test_torch_tensors_that_are_refused():
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(orchard.ArgumentError, match="q is a torch tensor that requires grad.*orchard.torch"):
+        orchard.attention_forward(q.clone().requires_grad_(), q, q)
+    with pytest.raises(orchard.OrchardError, match="k "):
+        orchard.attention_forward(q, q.to("meta"), q)
+    with pytest.raises(orchard.ArgumentError, match="v cannot be read through DLPack"):
+        orchard.attention_forward(q, q, q.to_sparse())
+
+
+def test_torch_memory_is_shared_not_copied():
+    q, out = torch.randn(1, 2, 3, 4), torch.zeros(1, 2, 3, 4)
+    given, lse = orchard.attention_forward(q, q, q, out=out)
+    assert given is out and torch.equal(out, orchard.attention_forward(q, q, q)[0])
+
+
+# ---- Results -------------------------------------------------------------------------------------
+
+
+def test_results_are_of_the_caller_s_kind():
+    n, t = numbers(1, 2, 3, 4), torch.randn(1, 2, 3, 4)
+    assert type(orchard.attention_forward(n, n, n)[0]) is np.ndarray
+    assert type(orchard.attention_forward(t, n, n)[0]) is torch.Tensor
+    assert type(orchard.attention_forward(memoryview(n), t, t)[0]) is Array
+    out, lse = orchard.attention_forward(n, n, n)
+    grads = orchard.attention_backward(out, n, t, memoryview(n), out, lse)
+    assert [type(x) for x in grads[:3]] == [np.ndarray, torch.Tensor, Array]
+
+
+def test_ml_dtypes_bfloat16_in_numpy():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    q = numbers(1, 2, 3, 4).astype(ml_dtypes.bfloat16)
+    out, lse = orchard.attention_forward(q, q, q)
+    assert out.dtype == q.dtype and lse.dtype == np.float32
+    t = torch.from_numpy(q.view(np.int16)).view(torch.bfloat16)
+    same, _ = orchard.attention_forward(t, t, t)
+    assert np.array_equal(out.view(np.int16), same.view(torch.int16).numpy())
+    view = q.transpose(0, 2, 1, 3)
+    assert described(view)[:3] == (_structs.BF16, (1, 3, 2, 4), (24, 4, 12, 1))
+    q.flags.writeable = False
+    assert described(q)[4]
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8",
+                                   "BOOL"])
+def test_our_own_array_reaches_torch_and_numpy(dtype):
+    code = getattr(_structs, dtype)
+    x = empty_like_kind(None, (2, 3), code)
+    assert x.dtype == dtype.lower() and repr(x) == f"orchard.Array([2, 3], {x.dtype})"
+    tensor = torch.from_dlpack(x)
+    tensor.fill_(1)
+    assert tensor.shape == (2, 3) and described(x)[3] == tensor.data_ptr()
+    assert described(tensor)[0] == code and described(x)[:3] == (code, (2, 3), (3, 1))
+    bits = {"F16": 0x3C00, "BF16": 0x3F80}.get(dtype, 1)
+    assert x.tolist() == [[bits] * 3] * 2
+    if dtype != "BF16":
+        assert np.from_dlpack(x).tolist() == [[1] * 3] * 2
+    if sys.version_info >= (3, 12):
+        assert memoryview(x).shape == (2, 3)
+
+
+def test_our_own_array_outlives_and_dies_as_it_should():
+    x = Array((4,), _structs.F32)
+    memory = weakref.ref(x._memory)
+    seen = np.from_dlpack(x)
+    capsule = x.__dlpack__()
+    versioned = x.__dlpack__(max_version=(1, 0))
+    assert len(_dlpack._lent) == 3
+    del versioned
+    del x
+    gc.collect()
+    assert memory() is not None and len(_dlpack._lent) == 2
+    seen[:] = 3
+    del capsule  # nobody took it
+    assert len(_dlpack._lent) == 1
+    del seen
+    gc.collect()
+    assert memory() is None and not _dlpack._lent
+    with pytest.raises(BufferError, match="neither copied nor moved"):
+        Array((1,), _structs.F32).__dlpack__(copy=True)
+
+
+def test_our_own_empty_and_scalar_arrays():
+    assert Array((2, 0), _structs.F32).tolist() == []
+    assert torch.from_dlpack(Array((2, 0), _structs.F32)).shape == (2, 0)
+    scalar = Array((), _structs.F64)
+    scalar.memory()[()] = 2.5
+    assert scalar.tolist() == 2.5 and float(np.from_dlpack(scalar)) == 2.5
