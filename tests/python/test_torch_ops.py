@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from orchard.torch import ops
+from orchard.torch import ops, outputs
 from orchard.torch import scaled_dot_product_attention as attention
 
 NAMES = ["q", "k", "v", "bias", "mask", "alibi", "sinks", "key_lengths", "cu_seqlens_q",
@@ -68,10 +68,10 @@ def test_opcheck_forward(name):
 def test_opcheck_backward(name, all_gradients):
     args = SAMPLES[name]
     out, lse = ops.forward(*args)
-    needs = ops.DQ | ops.DK | ops.DV if all_gradients else ops.DV
+    needs = outputs.DQ | outputs.DK | outputs.DV if all_gradients else outputs.DV
     if all_gradients:
-        needs |= (ops.DBIAS if args[3] is not None else 0) | (
-            ops.DSINKS if args[6] is not None else 0)
+        needs |= (outputs.DBIAS if args[3] is not None else 0) | (
+            outputs.DSINKS if args[6] is not None else 0)
     dlse = torch.randn_like(lse) if all_gradients else None
     opcheck(ops.backward, (needs, torch.randn_like(out), dlse, out, lse, *args))
 
@@ -103,7 +103,7 @@ def test_gradients_are_laid_out_as_their_inputs():
 def test_only_needed_gradients_are_computed():
     args = SAMPLES["plain"]
     out, lse = ops.forward(*args)
-    made = ops.backward(ops.DK, torch.ones_like(out), None, out, lse, *args)
+    made = ops.backward(outputs.DK, torch.ones_like(out), None, out, lse, *args)
     assert [x.numel() > 0 for x in made] == [False, True, False, False, False]
 
 

@@ -5,7 +5,6 @@ Three classes, because torch wants it so:
   Attention          the same with a separate `setup_context`, which torch.func's transforms demand;
   AttentionBackward  makes backward itself differentiable (create_graph=True): its own backward
                      recomputes the explicit formula (second.py).
-All take the arguments of the op's schema, in its order.
 """
 
 from __future__ import annotations
@@ -13,54 +12,57 @@ from __future__ import annotations
 import torch
 
 from .._library import UnsupportedError
-from . import batching, ops, second
+from . import batching, ops, outputs, second
 
 TENSORS = 11  # how many of the arguments are tensors: q ... seed
-DIFFERENTIABLE = ((0, ops.DQ), (1, ops.DK), (2, ops.DV), (3, ops.DBIAS), (6, ops.DSINKS))
 NO_FORWARD_MODE = ("attention has no forward-mode derivative (torch.func.jvp, forward AD); "
                    "use reverse mode: torch.func.vjp or backward()")
+_ABSENT = (None,) * (TENSORS - 3)
 
 
-def _keep(ctx, args, out, lse) -> None:
-    ctx.save_for_backward(*args[:TENSORS], out, lse)
-    ctx.options = args[TENSORS:]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dout, dlse):
-    gradients = [None] * (TENSORS + len(ctx.options))
-    needs = sum(bit for at, bit in DIFFERENTIABLE if ctx.needs_input_grad[at])
+def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
+    """dq ... dsinks, None where not needed; differentiable if gradients are being recorded."""
     if not needs or (dout is None and dlse is None):
-        return tuple(gradients)
-    *tensors, out, lse = ctx.saved_tensors
+        return (None,) * 5
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    call = AttentionBackward.apply if torch.is_grad_enabled() else ops.backward
-    made = call(needs, dout, dlse, out, lse, *tensors, *ctx.options)
-    for (at, bit), gradient in zip(DIFFERENTIABLE, made):
-        if needs & bit:
-            gradients[at] = gradient
-    return tuple(gradients)
-
-
-def _refuse_forward_mode(ctx, *tangents):
-    raise UnsupportedError(NO_FORWARD_MODE)
+    if torch.is_grad_enabled():
+        made = AttentionBackward.apply(needs, dout, dlse, out, lse, *tensors, *options)
+    else:
+        made = ops.backward(needs, dout, dlse, out, lse, *tensors, *options)
+    return tuple(x if needs >> i & 1 else None for i, x in enumerate(made))
 
 
 class AttentionFast(torch.autograd.Function):
-    """(out, lse) of orchard::attention_forward."""
+    """(out, lse) of orchard::attention_forward. What takes no gradient comes in one tuple, and
+    absent tensors are not saved: both save microseconds."""
 
     @staticmethod
-    def forward(ctx, *args):
-        out, lse = ops.forward(*args)
-        _keep(ctx, args, out, lse)
+    def forward(ctx, q, k, v, bias, sinks, rest):
+        mask, alibi, key_lengths, cu_q, cu_k, seed = rest[:6]
+        ctx.options = options = rest[6:]
+        out, lse = ops.forward(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q, cu_k, seed,
+                               *options)
+        if bias is mask is alibi is sinks is key_lengths is cu_q is cu_k is seed is None:
+            ctx.save_for_backward(out, lse, q, k, v)
+        else:
+            ctx.save_for_backward(out, lse, q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q,
+                                  cu_k, seed)
+        ctx.set_materialize_grads(False)
         return out, lse
 
-    backward = staticmethod(_backward)  # and no jvp: a class that has one cannot be compiled
+    @staticmethod
+    def backward(ctx, dout, dlse):  # and no jvp: a class that has one cannot be compiled
+        out, lse, *tensors = ctx.saved_tensors
+        if len(tensors) == 3:
+            tensors += _ABSENT
+        q, k, v, bias, sinks, _ = ctx.needs_input_grad
+        needs = q | k << 1 | v << 2 | bias << 3 | sinks << 4
+        return (*_gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None)
 
 
 class Attention(torch.autograd.Function):
-    """The same for torch.func."""
+    """The same for torch.func, with the arguments of the op's schema."""
 
     @staticmethod
     def forward(*args):
@@ -68,10 +70,23 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _keep(ctx, inputs, *output)
+        ctx.save_for_backward(*output, *inputs[:TENSORS])
+        ctx.options = inputs[TENSORS:]
+        ctx.set_materialize_grads(False)
 
-    backward = staticmethod(_backward)
-    jvp = staticmethod(_refuse_forward_mode)
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        out, lse, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        needs = sum(bit for at, bit in zip((0, 1, 2, 3, 6), outputs.GRADIENTS) if wanted[at])
+        dq, dk, dv, dbias, dsinks = _gradients(needs, dout, dlse, out, lse, tensors, ctx.options)
+        return (dq, dk, dv, dbias, None, None, dsinks,
+                *[None] * (TENSORS - 7 + len(ctx.options)))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise UnsupportedError(NO_FORWARD_MODE)
+
     vmap = staticmethod(batching.forward)
 
 
@@ -92,7 +107,7 @@ class AttentionBackward(torch.autograd.Function):
         ctx.save_for_backward(dout, dlse, *inputs[5:5 + TENSORS])
         ctx.needs, ctx.options = needs, inputs[5 + TENSORS:]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[made for (_, bit), made in zip(DIFFERENTIABLE, output)
+        ctx.mark_non_differentiable(*[made for bit, made in zip(outputs.GRADIENTS, output)
                                       if not needs & bit])
 
     @staticmethod

@@ -6,14 +6,16 @@ from typing import Optional, Tuple, Union
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._library import ArgumentError, DtypeError, ShapeError, UnsupportedError
-from . import autograd, ops
+from . import autograd, cpu, ops
 
 Tensor = torch.Tensor
 NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 INTEGER = (int, torch.SymInt)
 ALIGNMENTS = {"top_left": False, "bottom_right": True}
+SEEDS = 2 ** 63 - 1  # 63 bits: torch's integers are signed
 
 # Function.apply itself asks this; private, so it may be absent.
 _functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
@@ -27,7 +29,7 @@ def _check_tensor(name: str, tensor: object, device: Optional[torch.device]) -> 
     if tensor.is_nested:
         raise UnsupportedError(f"attention: {name} is a nested tensor; use cu_seqlens for "
                                "sequences of different lengths")
-    if tensor.layout != torch.strided:
+    if tensor.layout is not torch.strided:
         raise UnsupportedError(f"attention: {name} has layout {tensor.layout}, must be strided")
     if device is None:
         if tensor.device.type not in ("cpu", "mps", "meta"):
@@ -40,6 +42,32 @@ def _check_number(name: str, value: object, kinds: tuple = NUMBER) -> None:
     if not isinstance(value, kinds) or isinstance(value, bool):
         word = "an integer" if kinds is INTEGER else "a number"
         raise ArgumentError(f"attention: {name} is {value!r}, must be {word}")
+    if isinstance(value, int) and not -2 ** 63 <= value < 2 ** 63:
+        raise ArgumentError(f"attention: {name} is {value}, must fit into 64 bits")
+
+
+def _check_window(window: object) -> Tuple[int, int]:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ArgumentError(f"attention: window is {window!r}, must be (left, right)")
+    for side in window:
+        _check_number("window", side, INTEGER)
+    return window[0], window[1]
+
+
+def _check_alibi(slopes: Tensor, device: torch.device) -> None:
+    _check_tensor("alibi_slopes", slopes, device)
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError("attention: alibi_slopes requires a gradient, which Orchard does "
+                               "not compute; detach it")
+
+
+def _check_packed(cu_q: object, cu_k: object, max_t: object, max_s: object,
+                  device: torch.device) -> None:
+    for name, number in (("max_seqlen_q", max_t), ("max_seqlen_k", max_s)):
+        _check_number(name, number, INTEGER)
+    for name, tensor in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if tensor is not None:
+            _check_tensor(name, tensor, device)
 
 
 # ---- Shapes --------------------------------------------------------------------------------------
@@ -47,74 +75,129 @@ def _check_number(name: str, value: object, kinds: tuple = NUMBER) -> None:
 def _fold(tensor: Tensor) -> Tensor:
     """[...,H,T,D] as [B,H,T,D]."""
     rank = tensor.dim()
-    if rank == 4:
-        return tensor
     if rank < 4:
         return tensor[(None,) * (4 - rank)]
-    return tensor.flatten(0, rank - 4)
+    return tensor if rank == 4 else tensor.flatten(0, rank - 4)
 
 
 def _fold_scores(name: str, tensor: Tensor, leading: Tuple[int, ...]) -> Tensor:
     """A mask [...,H,T,S], some leading dimensions missing, as [1 or B,H,T,S]; sizes of 1 stay."""
-    extra = len(leading)
-    rank = tensor.dim()
-    if rank > extra + 3 and rank > 4:
+    extra, rank = len(leading), tensor.dim()
+    if rank > max(extra, 1) + 3:
         raise ShapeError(f"attention: {name} has {rank} dimensions, the query {extra + 3}")
-    if rank <= 4 and extra <= 1:
+    if extra <= 1:
         return tensor if rank == 4 else tensor[(None,) * (4 - rank)]
     tensor = tensor[(None,) * (extra + 3 - rank)]
     if all(size == 1 for size in tensor.shape[:extra]):
         return tensor.flatten(0, extra - 1)
-    return tensor.expand(*leading, *tensor.shape[extra:]).flatten(0, extra - 1)
+    try:
+        return tensor.expand(*leading, *tensor.shape[extra:]).flatten(0, extra - 1)
+    except RuntimeError:
+        raise ShapeError(f"attention: {name} has shape {list(tensor.shape)}, the query's batch is "
+                         f"{list(leading)}") from None
 
 
-def _match(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> Tuple[Tensor, Tensor, Tensor]:
-    """Repeats batches and heads of size 1 as torch does; grouped heads only if asked for."""
-    leading = q.shape[:-3]
-    if k.shape[:-3] != leading or v.shape[:-3] != leading:
-        try:
-            leading = torch.broadcast_shapes(leading, k.shape[:-3], v.shape[:-3])
-        except RuntimeError:
-            raise ShapeError(f"attention: query {list(q.shape)}, key {list(k.shape)} and value "
-                             f"{list(v.shape)} have batches that do not fit together") from None
-        q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q, k, v))
-    if q.dim() < 3 or k.dim() < 3 or v.dim() < 3:
-        return q, k, v
+def _match_batches(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Repeats batches of size 1 as torch does."""
+    if min(q.dim(), k.dim(), v.dim()) < 2:
+        raise ShapeError(f"attention: query, key and value have {q.dim()}, {k.dim()} and "
+                         f"{v.dim()} dimensions, must be at least 2")
+    rank = max(q.dim(), k.dim(), v.dim(), 3)
+    q, k, v = (x[(None,) * (rank - x.dim())] for x in (q, k, v))
+    try:
+        leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except RuntimeError:
+        raise ShapeError(f"attention: query {list(q.shape)}, key {list(k.shape)} and value "
+                         f"{list(v.shape)} have batches that do not fit together") from None
+    return tuple(x.expand(*leading, *x.shape[-3:]) for x in (q, k, v))
+
+
+def _match_heads(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Without enable_gqa: one head is repeated as torch does, other groups are an error."""
     heads, key_heads, value_heads = q.shape[-3], k.shape[-3], v.shape[-3]
     if key_heads != value_heads and (key_heads == 1 or value_heads == 1):
-        most = max(key_heads, value_heads)
-        k, v = (x.expand(*x.shape[:-3], most, -1, -1) for x in (k, v))
-        key_heads = most
-    if heads != key_heads and not gqa:
-        if heads == 1:
-            q = q.expand(*q.shape[:-3], key_heads, -1, -1)
-        elif key_heads != 1:
+        key_heads = max(key_heads, value_heads)
+        k, v = (x.expand(*x.shape[:-3], key_heads, -1, -1) for x in (k, v))
+    if heads != key_heads and key_heads != 1:
+        if heads != 1:
             raise ShapeError(f"attention: key has {key_heads} heads, query has {heads}; grouped "
                              "heads are used only with enable_gqa=True")
+        q = q.expand(*q.shape[:-3], key_heads, -1, -1)
     return q, k, v
+
+
+def _fold_all(q: Tensor, k: Tensor, v: Tensor, gqa: bool):
+    """q, k, v in four dimensions, and the batch dimensions that became one."""
+    if not (q.dim() == k.dim() == v.dim() == 4 and q.size(0) == k.size(0) == v.size(0)):
+        q, k, v = _match_batches(q, k, v)
+    if not gqa and not q.size(-3) == k.size(-3) == v.size(-3):
+        q, k, v = _match_heads(q, k, v)
+    leading = q.shape[:-3]
+    if len(leading) != 1:
+        q, k, v = _fold(q), _fold(k), _fold(v)
+    return q, k, v, leading
+
+
+def _fold_packed(q: Tensor, k: Tensor, v: Tensor, gqa: bool):
+    """The same for packed sequences, whose heads come second; masks have one batch dimension."""
+    if not gqa and q.dim() == k.dim() == v.dim() == 3:
+        matched = _match_heads(*(x.transpose(0, 1) for x in (q, k, v)))
+        q, k, v = (x.transpose(0, 1) for x in matched)
+    return q, k, v, (1,)
+
+
+def _unfold(tensor: Tensor, leading: Tuple[int, ...], rank: int) -> Tensor:
+    """A result of the op as torch shapes it: `rank` is the largest of the operands'."""
+    if rank > 4:
+        return tensor.unflatten(0, leading)
+    return tensor[0] if rank == 3 else tensor[0, 0] if rank == 2 else tensor
+
+
+def _split_mask(attn_mask: Optional[Tensor], bias: Optional[Tensor], q: Tensor,
+                leading: Tuple[int, ...]) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """(mask, bias): what is bool and what is added, in four dimensions."""
+    for name, tensor in (("attn_mask", attn_mask), ("bias", bias)):
+        if tensor is not None:
+            _check_tensor(name, tensor, q.device)
+    mask, name = None, "bias"
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            mask = _fold_scores("attn_mask", attn_mask, leading)
+        elif bias is not None:
+            raise ArgumentError("attention: attn_mask is not bool and bias is given too: add the "
+                                "two, or make attn_mask bool")
+        else:
+            bias, name = attn_mask, "attn_mask"
+    if bias is not None:
+        if not bias.is_floating_point():
+            raise DtypeError(f"attention: {name} is {bias.dtype}, must be "
+                             f"{'bool or ' if name == 'attn_mask' else ''}floating")
+        if q.dtype == torch.float64 and bias.dtype == torch.float32:
+            bias = bias.double()
+        bias = _fold_scores(name, bias, leading)
+    return mask, bias
 
 
 # ---- The call ------------------------------------------------------------------------------------
 
-def attention(*args) -> Tuple[Tensor, Tensor]:
+def attention(q, k, v, bias, mask, alibi, sinks, *rest) -> Tuple[Tensor, Tensor]:
     """(out, lse) for arguments in the order of the op's schema, by the right Function."""
     if not torch.compiler.is_compiling():
         if _functorch_active() or forward_ad._current_level >= 0:
-            return autograd.Attention.apply(*args)
-    if torch.is_grad_enabled():
-        q, k, v, bias, sinks = args[0], args[1], args[2], args[3], args[6]
-        if (q.requires_grad or k.requires_grad or v.requires_grad
-                or (bias is not None and bias.requires_grad)
-                or (sinks is not None and sinks.requires_grad)):
-            return autograd.AttentionFast.apply(*args)
-    return ops.forward(*args)
+            return autograd.Attention.apply(q, k, v, bias, mask, alibi, sinks, *rest)
+    if torch.is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (sinks is not None and sinks.requires_grad)):
+        return autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest))
+    return ops.forward(q, k, v, bias, mask, alibi, sinks, *rest)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """What autocast does to scaled_dot_product_attention: lower precision, but fp64 stays."""
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
-                 for x in (q, k, v))
+def _lower(tensor: Tensor) -> Tensor:
+    """What autocast does to an operand of scaled_dot_product_attention: fp64 stays."""
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def scaled_dot_product_attention(
@@ -150,85 +233,57 @@ def scaled_dot_product_attention(
     Dropout takes one number from torch's generator per call. Gradients of gradients are computed by
     an explicit formula that needs memory for [B,H,T,S]. Errors are exceptions of `orchard`.
     """
-    _check_tensor("query", query, None)
-    device = query.device
-    _check_tensor("key", key, device)
-    _check_tensor("value", value, device)
     q, k, v = query, key, value
-    for name, tensor in (("attn_mask", attn_mask), ("bias", bias), ("alibi_slopes", alibi_slopes),
-                         ("sinks", sinks), ("key_lengths", key_lengths),
-                         ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if tensor is not None:
-            _check_tensor(name, tensor, device)
+    _check_tensor("query", q, None)
+    device = q.device
+    _check_tensor("key", k, device)
+    _check_tensor("value", v, device)
     if torch.is_autocast_enabled(device.type):
-        q, k, v = _autocast(q, k, v)
+        q, k, v = _lower(q), _lower(k), _lower(v)
 
-    mask = None
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            mask = attn_mask
-        elif not attn_mask.is_floating_point():
-            raise DtypeError(f"attention: attn_mask is {attn_mask.dtype}, must be bool or floating")
-        elif bias is not None:
-            raise ArgumentError("attention: attn_mask is floating and bias is given too: add them "
-                                "yourself, or make attn_mask bool")
-        else:
-            bias = attn_mask
-    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError("attention: alibi_slopes requires a gradient, which Orchard does "
-                               "not compute; detach it")
-
-    _check_number("dropout_p", dropout_p)
-    if scale is not None:
-        _check_number("scale", scale)
-    if softcap is not None:
-        _check_number("softcap", softcap)
-    window_left, window_right = -1, -1
-    if window is not None:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise ArgumentError(f"attention: window is {window!r}, must be (left, right)")
-        window_left, window_right = window
-        _check_number("window", window_left, INTEGER)
-        _check_number("window", window_right, INTEGER)
     if causal_alignment not in ALIGNMENTS:
         raise ArgumentError(f"attention: causal_alignment is {causal_alignment!r}, must be "
                             '"top_left" or "bottom_right"')
+    bottom_right = ALIGNMENTS[causal_alignment]
+    if isinstance(attn_mask, CausalBias):
+        bottom_right, is_causal = attn_mask.variant == CausalVariant.LOWER_RIGHT, True
+        attn_mask = None
 
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     max_t = max_s = 0
-    leading: Tuple[int, ...] = ()
-    shape = q.shape
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if packed:
-        if max_seqlen_q is None or max_seqlen_k is None:
-            raise ArgumentError("attention: cu_seqlens needs max_seqlen_q and max_seqlen_k")
-        _check_number("max_seqlen_q", max_seqlen_q, INTEGER)
-        _check_number("max_seqlen_k", max_seqlen_k, INTEGER)
         max_t, max_s = max_seqlen_q, max_seqlen_k
-        leading = (1,)
-        if q.dim() == 3 and k.dim() == 3 and q.shape[1] != k.shape[1] and not enable_gqa:
-            raise ShapeError(f"attention: key has {k.shape[1]} heads, query has {q.shape[1]}; "
-                             "grouped heads are used only with enable_gqa=True")
-    else:
-        if q.dim() < 2 or k.dim() < 2 or v.dim() < 2:
-            raise ShapeError(f"attention: query, key and value have {q.dim()}, {k.dim()} and "
-                             f"{v.dim()} dimensions, must be at least 2")
-        q, k, v = _match(q, k, v, enable_gqa)
-        shape = q.shape
-        leading = shape[:-3]
-        q, k, v = _fold(q), _fold(k), _fold(v)
-    if mask is not None:
-        mask = _fold_scores("attn_mask", mask, leading)
-    if bias is not None:
-        bias = _fold_scores("attn_mask" if bias is attn_mask else "bias", bias, leading)
+        _check_packed(cu_seqlens_q, cu_seqlens_k, max_t, max_s, device)
+    q, k, v, leading = (_fold_packed if packed else _fold_all)(q, k, v, enable_gqa)
 
+    mask = None
+    if attn_mask is not None or bias is not None:
+        mask, bias = _split_mask(attn_mask, bias, q, leading)
+    if alibi_slopes is not None:
+        _check_alibi(alibi_slopes, device)
+    if sinks is not None:
+        _check_tensor("sinks", sinks, device)
+    if key_lengths is not None:
+        _check_tensor("key_lengths", key_lengths, device)
+    if scale is not None:
+        _check_number("scale", scale)
+    if softcap is None:
+        softcap = 0.0
+    elif softcap != 0.0:
+        _check_number("softcap", softcap)
+    left, right = (-1, -1) if window is None else _check_window(window)
     seed = None
-    if dropout_p > 0:
-        seed = torch.randint(2 ** 63 - 1, ())
-    out, lse = attention(q, k, v, bias, mask, alibi_slopes, sinks, key_lengths, cu_seqlens_q,
-                         cu_seqlens_k, seed, max_t, max_s, scale, bool(is_causal),
-                         ALIGNMENTS[causal_alignment], window_left, window_right, softcap or 0.0,
-                         dropout_p)
-    if not packed and len(shape) != 4:
-        out = out.view(*shape[:-1], v.shape[-1]) if len(shape) < 4 else out.unflatten(0, leading)
-        lse = lse.view(shape[:-1]) if len(shape) < 4 else lse.unflatten(0, leading)
+    if dropout_p != 0.0:
+        _check_number("dropout_p", dropout_p)
+        seed = torch.randint(SEEDS, ())
+
+    try:
+        out, lse = attention(q, k, v, bias, mask, alibi_slopes, sinks, key_lengths, cu_seqlens_q,
+                             cu_seqlens_k, seed, max_t, max_s, scale, bool(is_causal),
+                             bottom_right, left, right, softcap, dropout_p)
+    except RuntimeError as error:
+        raise cpu.translate(error) from None
+    rank = max(query.dim(), key.dim(), value.dim())
+    if rank != 4 and not packed:
+        out, lse = _unfold(out, leading, rank), _unfold(lse, leading, rank)
     return (out, lse) if return_lse else out

@@ -8,17 +8,13 @@ so that a compiled graph can draw a new one at each call; None where there is no
 from __future__ import annotations
 
 import importlib
-from ctypes import byref
-from typing import Callable, Optional, Tuple
+from typing import Callable, Tuple
 
 import torch
 
-from .. import _structs
-from .._library import UnsupportedError, check, lib
-from . import batching, operands, threads
-
-Tensors2 = Tuple[torch.Tensor, torch.Tensor]
-Tensors5 = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+from .._library import UnsupportedError
+from . import batching, cpu
+from .outputs import Tensors2, Tensors5, new_gradients, new_outputs
 
 # What forward and backward share, in this order everywhere: here, in kernels, in function.py.
 # No defaults: torch drops arguments that equal theirs before it calls a kernel.
@@ -27,9 +23,6 @@ ATTENTION = ("Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? 
              "Tensor? seed, SymInt max_t, SymInt max_s, float? scale, bool causal, "
              "bool bottom_right, SymInt window_left, SymInt window_right, float softcap, "
              "float dropout")
-
-# Bits of `needs`: which gradients backward is asked for. The others come back empty.
-DQ, DK, DV, DBIAS, DSINKS = 1, 2, 4, 8, 16
 
 library = torch.library.Library("orchard", "FRAGMENT")
 # Outputs' strides follow the inputs': a compiler must not change the inputs' strides.
@@ -43,59 +36,7 @@ forward = torch.ops.orchard.attention_forward.default
 backward = torch.ops.orchard.attention_backward.default
 
 
-# ---- Outputs: made by the same lines for kernels and fakes ---------------------------------------
-
-def new_outputs(q: torch.Tensor, v: torch.Tensor, packed: bool) -> Tensors2:
-    """out and lse. out lies in memory as [B,T,H,E]: joining the heads afterwards costs no copy."""
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if packed:
-        total, heads, _ = q.shape
-        return q.new_empty((total, heads, v.shape[-1])), q.new_empty((total, heads),
-                                                                    dtype=lse_dtype)
-    batch, heads, length, _ = q.shape
-    out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
-    return out, q.new_empty((batch, heads, length), dtype=lse_dtype)
-
-
-def new_gradients(needs: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                  bias: Optional[torch.Tensor], sinks: Optional[torch.Tensor]) -> Tensors5:
-    """Each laid out as its input; an empty tensor where it is not needed."""
-    made = []
-    for bit, tensor in ((DQ, q), (DK, k), (DV, v), (DBIAS, bias), (DSINKS, sinks)):
-        made.append(torch.empty_like(tensor) if needs & bit and tensor is not None
-                    else q.new_empty(0))
-    return tuple(made)
-
-
 # ---- Kernels -------------------------------------------------------------------------------------
-
-def forward_cpu(q, k, v, *rest) -> Tensors2:
-    """The CPU kernel: the C library on torch's memory and threads."""
-    args = _structs.AttentionForwardArgs()
-    operands.attention(args.attention, "attention_forward", q, k, v, *rest)
-    out, lse = new_outputs(q, v, rest[5] is not None)
-    operands.describe(args.out, out, "attention_forward", "out")
-    operands.describe(args.lse, lse, "attention_forward", "lse")
-    check(lib.orchard_attention_forward(threads.context().handle, byref(args)))
-    return out, lse
-
-
-def backward_cpu(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks,
-                 *rest) -> Tensors5:
-    """The CPU kernel of the backward."""
-    op = "attention_backward"
-    args = _structs.AttentionBackwardArgs()
-    operands.attention(args.attention, op, q, k, v, bias, mask, alibi, sinks, *rest)
-    for name, tensor in (("dout", dout), ("dlse", dlse), ("out", out), ("lse", lse)):
-        operands.describe(getattr(args, name), tensor, op, name)
-    made = new_gradients(needs, q, k, v, bias, sinks)
-    for bit, name, gradient in zip((DQ, DK, DV, DBIAS, DSINKS),
-                                   ("dq", "dk", "dv", "dbias", "dsinks"), made):
-        if needs & bit:
-            operands.describe(getattr(args, name), gradient, op, name)
-    check(lib.orchard_attention_backward(threads.context().handle, byref(args)))
-    return made
-
 
 def kernel_for(device: str) -> Tuple[Callable[..., Tensors2], Callable[..., Tensors5]]:
     """The (forward, backward) kernels of a device type: parameters as in the schemas.
@@ -103,7 +44,7 @@ def kernel_for(device: str) -> Tuple[Callable[..., Tensors2], Callable[..., Tens
     The seam for other devices: `orchard.torch.mps` provides `forward` and `backward` for "mps".
     """
     if device == "cpu":
-        return forward_cpu, backward_cpu
+        return cpu.forward, cpu.backward
     if device == "mps":
         try:
             module = importlib.import_module("orchard.torch.mps")
@@ -122,8 +63,7 @@ def _backward_mps(*args) -> Tensors5:
     return kernel_for("mps")[1](*args)
 
 
-library.impl("attention_forward", forward_cpu, "CPU")
-library.impl("attention_backward", backward_cpu, "CPU")
+cpu.register(library)
 library.impl("attention_forward", _forward_mps, "MPS")
 library.impl("attention_backward", _backward_mps, "MPS")
 

@@ -19,7 +19,7 @@ import torch
 from .. import _context
 
 # CPU tensors are served by the CPU: a GPU backend only where the user names one.
-_BACKENDS = None if os.environ.get("ORCHARD_BACKEND") else "cpu,ref"
+BACKENDS = None if os.environ.get("ORCHARD_BACKEND") else "cpu,ref"
 
 
 def torch_library() -> Optional[ctypes.CDLL]:
@@ -53,5 +53,5 @@ if hasattr(os, "register_at_fork"):
 
 def context() -> _context.Context:
     """The calling thread's context, with as many threads as torch would use now."""
-    return _context.context(threads=torch.get_num_threads(), backend=_BACKENDS,
+    return _context.context(threads=torch.get_num_threads(), backend=BACKENDS,
                             parallel_for=parallel_for)

@@ -1,0 +1,117 @@
+"""The kernels for CPU tensors: the C library on torch's memory and threads.
+
+There are two of each, with the same results to the bit: kernel.c (liborchard_torch), which torch
+calls through its stable C ABI without passing through Python, and the functions below, used where
+this torch lacks what kernel.c needs, and with ORCHARD_TORCH_KERNEL=python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import sys
+from ctypes import byref
+from typing import Optional
+
+import torch
+
+from .. import _structs
+from .._library import ERRORS, OrchardError, check, lib
+from . import operands, outputs, threads
+from .outputs import GRADIENTS, Tensors2, Tensors5
+
+
+def forward(q, k, v, *rest) -> Tensors2:
+    """attention_forward; parameters as in the schema."""
+    op = "attention_forward"
+    args = _structs.AttentionForwardArgs()
+    operands.attention(args.attention, op, q, k, v, *rest)
+    packed = rest[5] is not None
+    out = lse = None
+    # Without an output the library looks at the inputs and says what is wrong with their ranks.
+    if q.dim() == v.dim() == (3 if packed else 4):
+        out, lse = outputs.new_outputs(q, v, packed)
+        operands.describe(args.out, out, op, "out")
+        operands.describe(args.lse, lse, op, "lse")
+    check(lib.orchard_attention_forward(threads.context().handle, byref(args)))
+    return out, lse
+
+
+def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:
+    """attention_backward; parameters as in the schema."""
+    op = "attention_backward"
+    args = _structs.AttentionBackwardArgs()
+    operands.attention(args.attention, op, q, k, v, bias, mask, alibi, sinks, *rest)
+    for name, tensor in (("dout", dout), ("dlse", dlse), ("out", out), ("lse", lse)):
+        operands.describe(getattr(args, name), tensor, op, name)
+    made = outputs.new_gradients(needs, q, k, v, bias, sinks)
+    for bit, name, gradient, like in zip(GRADIENTS, ("dq", "dk", "dv", "dbias", "dsinks"), made,
+                                         (q, k, v, bias, sinks)):
+        if needs & bit and like is not None:
+            operands.describe(getattr(args, name), gradient, op, name)
+    check(lib.orchard_attention_backward(threads.context().handle, byref(args)))
+    return made
+
+
+# ---- Registration --------------------------------------------------------------------------------
+
+def path() -> str:
+    """The file of kernel.c: beside liborchard, unless ORCHARD_TORCH_LIBRARY names it."""
+    given = os.environ.get("ORCHARD_TORCH_LIBRARY")
+    if given:
+        return given
+    name = "liborchard_torch.dylib" if sys.platform == "darwin" else "liborchard_torch.so"
+    return str(pathlib.Path(__file__).parent.parent / "lib" / name)
+
+
+def _open() -> Optional[ctypes.CDLL]:
+    """kernel.c with its kernels registered; None where that cannot be, `why_not` says why."""
+    global why_not
+    torch_library = threads.torch_library()
+    if os.environ.get("ORCHARD_TORCH_KERNEL") == "python":
+        why_not = "ORCHARD_TORCH_KERNEL is python"
+        return None
+    try:
+        made = ctypes.CDLL(path())
+    except OSError as why:
+        why_not = str(why)
+        return None
+    made.orchard_torch_register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p]
+    made.orchard_torch_register.restype = ctypes.c_char_p
+    made.orchard_torch_last_status.restype = ctypes.c_int32
+    backends = threads.BACKENDS
+    missing = torch_library is None or made.orchard_torch_register(
+        torch_library._handle, lib._handle, backends.encode() if backends else None)
+    if missing:
+        why_not = f"torch {torch.__version__} has no {missing}"
+        return None
+    return made
+
+
+why_not = ""  # why the kernels are Python's
+_c: Optional[ctypes.CDLL] = None
+
+
+def register(library: torch.library.Library) -> None:
+    """Registers the kernels for CPU tensors."""
+    global _c
+    _c = _open()
+    if _c is None:
+        library.impl("attention_forward", forward, "CPU")
+        library.impl("attention_backward", backward, "CPU")
+
+
+def kernel() -> str:
+    """Which kernels torch calls: "c" or "python"."""
+    return "python" if _c is None else "c"
+
+
+def translate(error: RuntimeError) -> Exception:
+    """What kernel.c raised, as the exception that Python's kernel would have raised."""
+    if _c is None or isinstance(error, OrchardError):
+        return error
+    sentence = str(error).split("\n", 1)[0]
+    if not sentence.startswith("attention"):
+        return error
+    return ERRORS[_c.orchard_torch_last_status()](sentence)

@@ -1,0 +1,541 @@
+/* The CPU kernels of orchard::attention_forward and attention_backward as plain C, registered
+ * through PyTorch's stable C ABI: what cpu.py does in Python, without Python's cost per call.
+ *
+ * Nothing is linked: torch's and Orchard's functions are looked up in libraries that Python has
+ * open already, so one binary serves every torch that has them. A kernel gets its arguments as
+ * 64-bit words in the order of the schema (ops.py): tensors as handles that it must delete,
+ * optional ones as a pointer to such a word, numbers as they are. A failure is raised by torch's
+ * own check, a C++ exception that passes through this file's frames: it is compiled with
+ * -fexceptions, and everything is deleted before.
+ */
+#include <orchard/attention.h>
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint64_t word;
+typedef struct tensor_object *handle;
+
+/* ---- What is called ------------------------------------------------------------------------- */
+
+#define TORCH_CALLS(X)                                                                           \
+    X(int32_t, aoti_torch_library_init_impl,                                                     \
+      (const char *, const char *, const char *, uint32_t, void **))                             \
+    X(int32_t, aoti_torch_library_impl, (void *, const char *, void (*)(word *, word, word)))    \
+    X(int32_t, aoti_torch_get_dim, (handle, int64_t *))                                          \
+    X(int32_t, aoti_torch_get_sizes, (handle, int64_t **))                                       \
+    X(int32_t, aoti_torch_get_strides, (handle, int64_t **))                                     \
+    X(int32_t, aoti_torch_get_dtype, (handle, int32_t *))                                        \
+    X(int32_t, aoti_torch_get_data_ptr, (handle, void **))                                       \
+    X(int32_t, torch_get_const_data_ptr, (handle, const void **))                                \
+    X(int32_t, aoti_torch_empty_strided,                                                         \
+      (int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, handle *))          \
+    X(int32_t, aoti_torch_delete_tensor_object, (handle))                                        \
+    X(int32_t, torch_delete_stable_ivalue, (word *))                                             \
+    X(void, aoti_torch_check, (bool, const char *, const char *, uint32_t, const char *))        \
+    X(int32_t, torch_get_num_threads, (uint32_t *))                                              \
+    X(int32_t, torch_parallel_for, (int64_t, int64_t, int64_t, orchard_body_fn, void *))         \
+    X(int32_t, aoti_torch_device_type_cpu, (void))                                               \
+    X(int32_t, aoti_torch_dtype_float64, (void))                                                 \
+    X(int32_t, aoti_torch_dtype_float32, (void))                                                 \
+    X(int32_t, aoti_torch_dtype_float16, (void))                                                 \
+    X(int32_t, aoti_torch_dtype_bfloat16, (void))                                                \
+    X(int32_t, aoti_torch_dtype_int64, (void))                                                   \
+    X(int32_t, aoti_torch_dtype_int32, (void))                                                   \
+    X(int32_t, aoti_torch_dtype_int16, (void))                                                   \
+    X(int32_t, aoti_torch_dtype_int8, (void))                                                    \
+    X(int32_t, aoti_torch_dtype_uint8, (void))                                                   \
+    X(int32_t, aoti_torch_dtype_bool, (void))
+
+#define ORCHARD_CALLS(X)                                                                         \
+    X(orchard_status, orchard_ctx_create_version,                                                \
+      (orchard_ctx **, const orchard_ctx_opts *, int32_t))                                       \
+    X(void, orchard_ctx_free, (orchard_ctx *))                                                   \
+    X(const char *, orchard_last_error, (void))                                                  \
+    X(orchard_status, orchard_attention_forward,                                                 \
+      (orchard_ctx *, const orchard_attention_forward_args *))                                   \
+    X(orchard_status, orchard_attention_backward,                                                \
+      (orchard_ctx *, const orchard_attention_backward_args *))
+
+#define POINTER(result, name, parameters) static result(*call_##name) parameters;
+TORCH_CALLS(POINTER)
+ORCHARD_CALLS(POINTER)
+
+#define DTYPES 10
+static struct {
+    int32_t torch;
+    orchard_dtype ours;
+} dtypes[DTYPES];
+static int32_t cpu_device;
+static char backends[64];
+
+/* ---- A context for each thread --------------------------------------------------------------- */
+
+typedef struct thread_state {
+    orchard_ctx *ctx;
+    uint32_t threads;
+    unsigned generation;
+} thread_state;
+
+static pthread_key_t state_key;
+static unsigned generation; /* counts forks: what an older one made is not ours to free */
+
+static void after_fork_in_child(void)
+{
+    generation++;
+}
+
+static void end_of_thread(void *arg)
+{
+    thread_state *state = arg;
+    if (state->ctx && state->generation == generation) {
+        call_orchard_ctx_free(state->ctx);
+    }
+    free(state);
+}
+
+/* The calling thread's context, for as many threads as torch uses now. In a forked child torch's
+ * threads are gone and its parallel_for would hang: Orchard's own pool starts anew there. */
+static orchard_status this_context(orchard_ctx **ctx)
+{
+    thread_state *state = pthread_getspecific(state_key);
+    uint32_t threads = 1;
+    call_torch_get_num_threads(&threads);
+    if (!state) {
+        state = calloc(1, sizeof *state);
+        if (!state || pthread_setspecific(state_key, state)) {
+            free(state);
+            return ORCHARD_ERROR_MEMORY;
+        }
+    }
+    if (state->ctx && (state->threads != threads || state->generation != generation)) {
+        if (state->generation == generation) {
+            call_orchard_ctx_free(state->ctx);
+        }
+        state->ctx = NULL;
+    }
+    if (!state->ctx) {
+        const orchard_ctx_opts opts = {.threads = (int32_t)threads,
+                                       .backend = *backends ? backends : NULL,
+                                       .parallel_for = generation ? NULL : call_torch_parallel_for};
+        orchard_status status =
+            call_orchard_ctx_create_version(&state->ctx, &opts, ORCHARD_HEADER_VERSION);
+        if (status) {
+            return status;
+        }
+        state->threads = threads;
+        state->generation = generation;
+    }
+    *ctx = state->ctx;
+    return ORCHARD_OK;
+}
+
+/* ---- Arguments ------------------------------------------------------------------------------- */
+
+#define MAX_TENSORS 15
+
+/* One call on its way: what must be deleted whatever happens, and what went wrong. */
+typedef struct journey {
+    const char *op;
+    handle inputs[MAX_TENSORS], outputs[5];
+    int input_count, output_count;
+    orchard_status status;
+    char sentence[512];
+} journey;
+
+static _Thread_local orchard_status last_status;
+
+static void fail(journey *j, orchard_status status, const char *sentence)
+{
+    if (!j->status) {
+        j->status = status;
+        snprintf(j->sentence, sizeof j->sentence, "%s", sentence);
+    }
+}
+
+static void describe(journey *j, const char *name, handle tensor, bool output, orchard_tensor *to)
+{
+    int64_t rank = 0, *sizes, *strides;
+    int32_t dtype = -1;
+    const void *input = NULL;
+    char sentence[128];
+    int32_t bad = call_aoti_torch_get_dim(tensor, &rank);
+    bad = bad || call_aoti_torch_get_sizes(tensor, &sizes);
+    bad = bad || call_aoti_torch_get_strides(tensor, &strides);
+    bad = bad || call_aoti_torch_get_dtype(tensor, &dtype);
+    bad = bad || (output ? call_aoti_torch_get_data_ptr(tensor, &to->data)
+                         : call_torch_get_const_data_ptr(tensor, &input));
+    if (bad) {
+        snprintf(sentence, sizeof sentence, "%s: %s has no memory that can be read", j->op, name);
+        fail(j, ORCHARD_ERROR_ARGUMENT, sentence);
+        return;
+    }
+    for (int i = 0; i < DTYPES; i++) {
+        to->dtype = dtypes[i].torch == dtype ? dtypes[i].ours : to->dtype;
+    }
+    if (to->dtype == ORCHARD_DTYPE_NONE) {
+        snprintf(sentence, sizeof sentence, "%s: %s has a dtype that Orchard does not know", j->op,
+                 name);
+        fail(j, ORCHARD_ERROR_DTYPE, sentence);
+        return;
+    }
+    if (!output) {
+        memcpy(&to->data, &input, sizeof input);
+    }
+    to->rank = (int32_t)rank;
+    for (int64_t i = 0; i < rank && i < ORCHARD_MAX_RANK; i++) {
+        to->size[i] = sizes[i];
+        to->stride[i] = strides[i];
+    }
+}
+
+static void take(journey *j, const char *name, word argument, orchard_tensor *to)
+{
+    handle tensor = (handle)(uintptr_t)argument;
+    j->inputs[j->input_count++] = tensor;
+    describe(j, name, tensor, false, to);
+}
+
+static void take_optional(journey *j, const char *name, word argument, orchard_tensor *to)
+{
+    word *boxed = (word *)(uintptr_t)argument;
+    if (boxed) {
+        take(j, name, *boxed, to);
+        call_torch_delete_stable_ivalue(boxed);
+    }
+}
+
+static double number(word argument)
+{
+    double value;
+    memcpy(&value, &argument, sizeof value);
+    return value;
+}
+
+static void take_seed(journey *j, word argument, uint64_t *seed)
+{
+    orchard_tensor tensor = {.data = NULL};
+    take_optional(j, "seed", argument, &tensor);
+    if (tensor.dtype && (tensor.dtype != ORCHARD_I64 || tensor.rank != 0)) {
+        fail(j, ORCHARD_ERROR_DTYPE, "attention: seed must be one int64");
+    } else if (tensor.dtype) {
+        memcpy(seed, tensor.data, sizeof *seed);
+    }
+}
+
+/* The 20 arguments that forward and backward share (ops.ATTENTION). */
+static void take_attention(journey *j, const word *stack, orchard_attention *to)
+{
+    take(j, "q", stack[0], &to->q);
+    take(j, "k", stack[1], &to->k);
+    take(j, "v", stack[2], &to->v);
+    take_optional(j, "bias", stack[3], &to->bias);
+    take_optional(j, "mask", stack[4], &to->mask);
+    take_optional(j, "alibi", stack[5], &to->alibi);
+    take_optional(j, "sinks", stack[6], &to->sinks);
+    take_optional(j, "key_lengths", stack[7], &to->key_lengths);
+    take_optional(j, "cu_seqlens_q", stack[8], &to->cu_seqlens_q);
+    take_optional(j, "cu_seqlens_k", stack[9], &to->cu_seqlens_k);
+    take_seed(j, stack[10], &to->seed);
+    to->max_t = (int64_t)stack[11];
+    to->max_s = (int64_t)stack[12];
+    if (stack[13]) {
+        word *scale = (word *)(uintptr_t)stack[13];
+        to->has_scale = 1;
+        to->scale = number(*scale);
+        call_torch_delete_stable_ivalue(scale);
+    }
+    to->causal = (stack[14] & 0xff) != 0;
+    to->align = (stack[15] & 0xff) != 0 ? ORCHARD_BOTTOM_RIGHT : ORCHARD_TOP_LEFT;
+    to->has_window = 1;
+    to->window_left = (int64_t)stack[16];
+    to->window_right = (int64_t)stack[17];
+    to->softcap = number(stack[18]);
+    to->dropout = number(stack[19]);
+}
+
+/* ---- Outputs: the layouts of ops.new_outputs and ops.new_gradients --------------------------- */
+
+static int32_t torch_dtype(orchard_dtype dtype)
+{
+    int32_t found = -1;
+    for (int i = 0; i < DTYPES; i++) {
+        found = dtypes[i].ours == dtype ? dtypes[i].torch : found;
+    }
+    return found;
+}
+
+static void make(journey *j, const char *name, int32_t rank, const int64_t *size,
+                 const int64_t *stride, orchard_dtype dtype, orchard_tensor *to)
+{
+    handle made = NULL;
+    if (j->status) {
+        return;
+    }
+    if (call_aoti_torch_empty_strided(rank, size, stride, torch_dtype(dtype), cpu_device, 0,
+                                      &made)) {
+        char sentence[128];
+        snprintf(sentence, sizeof sentence, "%s: torch has no memory for %s", j->op, name);
+        fail(j, ORCHARD_ERROR_MEMORY, sentence);
+        return;
+    }
+    j->outputs[j->output_count++] = made;
+    if (to) {
+        describe(j, name, made, true, to);
+    }
+}
+
+static int64_t at_least_one(int64_t size)
+{
+    return size > 1 ? size : 1;
+}
+
+/* Dense in this order of dimensions, fastest first. */
+static void dense(int32_t rank, const int64_t *size, const int32_t *order, int64_t *stride)
+{
+    int64_t step = 1;
+    for (int32_t i = 0; i < rank; i++) {
+        stride[order[i]] = step;
+        step *= at_least_one(size[order[i]]);
+    }
+}
+
+static void make_outputs(journey *j, orchard_attention_forward_args *args)
+{
+    const orchard_tensor *q = &args->attention.q, *v = &args->attention.v;
+    const bool packed = args->attention.cu_seqlens_q.dtype != ORCHARD_DTYPE_NONE;
+    const int32_t rank = packed ? 3 : 4;
+    static const int32_t rows_then_heads[4] = {3, 1, 2, 0}; /* in memory [B,T,H,E] */
+    static const int32_t contiguous[2][3] = {{2, 1, 0}, {1, 0, 0}};
+    if (q->rank != rank || v->rank != rank) {
+        return; /* without an output the library looks at the inputs and says what is wrong */
+    }
+    int64_t size[4], stride[4];
+    memcpy(size, q->size, sizeof size);
+    size[rank - 1] = v->size[rank - 1];
+    dense(rank, size, packed ? contiguous[0] : rows_then_heads, stride);
+    make(j, "out", rank, size, stride, q->dtype, &args->out);
+    dense(rank - 1, size, contiguous[packed], stride);
+    make(j, "lse", rank - 1, size, stride, q->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32,
+         &args->lse);
+}
+
+/* Whether the elements fill their memory without a hole; torch then repeats the strides. */
+static bool fills_memory(const orchard_tensor *like)
+{
+    int64_t expected = 1;
+    bool used[ORCHARD_MAX_RANK] = {false};
+    for (int32_t n = 0; n < like->rank; n++) {
+        int32_t next = -1;
+        for (int32_t i = 0; i < like->rank; i++) {
+            if (!used[i] && like->size[i] > 1 && like->stride[i] == expected) {
+                next = i;
+            }
+        }
+        if (next < 0) {
+            break;
+        }
+        used[next] = true;
+        expected *= like->size[next];
+    }
+    for (int32_t i = 0; i < like->rank; i++) {
+        if (!used[i] && like->size[i] > 1) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* 1: a comes after b, -1: before, 0: either will do (repeated dimensions). */
+static int compare(const orchard_tensor *like, int32_t a, int32_t b)
+{
+    if (!like->stride[a] || !like->stride[b]) {
+        return 0;
+    }
+    if (like->stride[a] != like->stride[b]) {
+        return like->stride[a] < like->stride[b] ? -1 : 1;
+    }
+    return like->size[a] > like->size[b] ? 1 : 0;
+}
+
+/* torch.empty_like: the same strides, or else dense in the same order of dimensions. */
+static void make_like(journey *j, const char *name, const orchard_tensor *like, orchard_tensor *to)
+{
+    int32_t order[ORCHARD_MAX_RANK];
+    int64_t stride[ORCHARD_MAX_RANK];
+    const int32_t rank = like->rank;
+    memcpy(stride, like->stride, sizeof stride);
+    if (!fills_memory(like)) {
+        for (int32_t i = 0; i < rank; i++) {
+            order[i] = rank - 1 - i;
+        }
+        for (int32_t i = 1; i < rank; i++) {
+            for (int32_t moving = i, k = i - 1; k >= 0; k--) {
+                const int comparison = compare(like, order[k], order[moving]);
+                if (comparison > 0) {
+                    const int32_t other = order[k];
+                    order[k] = order[moving];
+                    order[moving] = other;
+                    moving = k;
+                } else if (comparison < 0) {
+                    break;
+                }
+            }
+        }
+        dense(rank, like->size, order, stride);
+    }
+    make(j, name, rank, like->size, stride, like->dtype, to);
+}
+
+static void make_gradient(journey *j, const char *name, bool needed, const orchard_attention *from,
+                          const orchard_tensor *like, orchard_tensor *to)
+{
+    static const int64_t none = 0, step = 1;
+    if (needed && like->dtype && like->rank <= ORCHARD_MAX_RANK) {
+        make_like(j, name, like, to);
+    } else {
+        make(j, name, 1, &none, &step, from->q.dtype, NULL);
+    }
+}
+
+/* ---- The kernels ----------------------------------------------------------------------------- */
+
+static void delete_all(handle *handles, int *count)
+{
+    while (*count) {
+        call_aoti_torch_delete_tensor_object(handles[--*count]);
+    }
+}
+
+/* Hands the outputs over, or raises: nothing may be left to delete then. */
+static void finish(journey *j, word *stack)
+{
+    delete_all(j->inputs, &j->input_count);
+    if (!j->status) {
+        for (int i = 0; i < j->output_count; i++) {
+            stack[i] = (word)(uintptr_t)j->outputs[i];
+        }
+        return;
+    }
+    delete_all(j->outputs, &j->output_count);
+    last_status = j->status;
+    call_aoti_torch_check(false, j->op, "orchard", 0, j->sentence);
+}
+
+static void forward(word *stack, word input_count, word output_count)
+{
+    journey j = {.op = "attention_forward"};
+    orchard_attention_forward_args args = {.out = {.data = NULL}};
+    orchard_ctx *ctx = NULL;
+    (void)input_count, (void)output_count;
+    take_attention(&j, stack, &args.attention);
+    if (!j.status) {
+        make_outputs(&j, &args);
+    }
+    if (!j.status) {
+        orchard_status status = this_context(&ctx);
+        status = status ? status : call_orchard_attention_forward(ctx, &args);
+        if (status) {
+            fail(&j, status, call_orchard_last_error());
+        }
+    }
+    finish(&j, stack);
+}
+
+static void backward(word *stack, word input_count, word output_count)
+{
+    journey j = {.op = "attention_backward"};
+    orchard_attention_backward_args args = {.dq = {.data = NULL}};
+    orchard_attention *a = &args.attention;
+    orchard_ctx *ctx = NULL;
+    const word needs = stack[0];
+    (void)input_count, (void)output_count;
+    take(&j, "dout", stack[1], &args.dout);
+    take_optional(&j, "dlse", stack[2], &args.dlse);
+    take(&j, "out", stack[3], &args.out);
+    take(&j, "lse", stack[4], &args.lse);
+    take_attention(&j, stack + 5, a);
+    if (!j.status) {
+        make_gradient(&j, "dq", needs & 1, a, &a->q, &args.dq);
+        make_gradient(&j, "dk", needs & 2, a, &a->k, &args.dk);
+        make_gradient(&j, "dv", needs & 4, a, &a->v, &args.dv);
+        make_gradient(&j, "dbias", needs & 8, a, &a->bias, &args.dbias);
+        make_gradient(&j, "dsinks", needs & 16, a, &a->sinks, &args.dsinks);
+    }
+    if (!j.status) {
+        orchard_status status = this_context(&ctx);
+        status = status ? status : call_orchard_attention_backward(ctx, &args);
+        if (status) {
+            fail(&j, status, call_orchard_last_error());
+        }
+    }
+    finish(&j, stack);
+}
+
+/* ---- What cpu.py calls ------------------------------------------------------------------- */
+
+/* The status behind this thread's last raised sentence, for the exception's class. */
+ORCHARD_API int32_t orchard_torch_last_status(void)
+{
+    return last_status;
+}
+
+static const char *find(void *torch, void *orchard)
+{
+#define FIND(library, name)                                   \
+    {                                                         \
+        void *found = dlsym(library, #name);                  \
+        if (!found) {                                         \
+            return #name;                                     \
+        }                                                     \
+        memcpy(&call_##name, &found, sizeof found);           \
+    }
+#define FIND_TORCH(result, name, parameters) FIND(torch, name)
+#define FIND_ORCHARD(result, name, parameters) FIND(orchard, name)
+    TORCH_CALLS(FIND_TORCH)
+    ORCHARD_CALLS(FIND_ORCHARD)
+    return NULL;
+}
+
+/* Looks everything up and registers the kernels for CPU tensors. `torch` and `orchard` are open
+ * libraries, `backend` as in orchard_ctx_opts or NULL. NULL: done; else what stood in the way. */
+ORCHARD_API const char *orchard_torch_register(void *torch, void *orchard, const char *backend)
+{
+    static void *library; /* lives as long as the process: kernels vanish with it */
+    const char *missing = find(torch, orchard);
+    if (missing) {
+        return missing;
+    }
+    snprintf(backends, sizeof backends, "%s", backend ? backend : "");
+    cpu_device = call_aoti_torch_device_type_cpu();
+#define DTYPE(i, name, value) \
+    dtypes[i].torch = call_aoti_torch_dtype_##name(), dtypes[i].ours = value
+    DTYPE(0, float64, ORCHARD_F64);
+    DTYPE(1, float32, ORCHARD_F32);
+    DTYPE(2, float16, ORCHARD_F16);
+    DTYPE(3, bfloat16, ORCHARD_BF16);
+    DTYPE(4, int64, ORCHARD_I64);
+    DTYPE(5, int32, ORCHARD_I32);
+    DTYPE(6, int16, ORCHARD_I16);
+    DTYPE(7, int8, ORCHARD_I8);
+    DTYPE(8, uint8, ORCHARD_U8);
+    DTYPE(9, bool, ORCHARD_BOOL);
+    if (pthread_key_create(&state_key, end_of_thread) ||
+        pthread_atfork(NULL, NULL, after_fork_in_child)) {
+        return "pthread_key_create";
+    }
+    if (call_aoti_torch_library_init_impl("orchard", "CPU", __FILE__, __LINE__, &library)) {
+        return "a library of implementations";
+    }
+    if (call_aoti_torch_library_impl(library, "attention_forward", forward)) {
+        return "attention_forward's registration";
+    }
+    if (call_aoti_torch_library_impl(library, "attention_backward", backward)) {
+        return "attention_backward's registration";
+    }
+    return NULL;
+}

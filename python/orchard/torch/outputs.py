@@ -1,0 +1,32 @@
+"""What the ops return, made by the same lines for kernels and fakes."""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+
+Tensors2 = Tuple[torch.Tensor, torch.Tensor]
+Tensors5 = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+# Bits of `needs`: which gradients backward is asked for. The others come back empty.
+DQ, DK, DV, DBIAS, DSINKS = GRADIENTS = (1, 2, 4, 8, 16)
+
+
+def new_outputs(q: torch.Tensor, v: torch.Tensor, packed: bool) -> Tensors2:
+    """out and lse. out lies in memory as [B,T,H,E]: joining the heads afterwards costs no copy."""
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if packed:
+        total, heads, _ = q.shape
+        return q.new_empty((total, heads, v.shape[-1])), q.new_empty((total, heads),
+                                                                    dtype=lse_dtype)
+    batch, heads, length, _ = q.shape
+    out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
+    return out, q.new_empty((batch, heads, length), dtype=lse_dtype)
+
+
+def new_gradients(needs: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                  bias: Optional[torch.Tensor], sinks: Optional[torch.Tensor]) -> Tensors5:
+    """Each laid out as its input; an empty tensor where it is not needed."""
+    return tuple(torch.empty_like(tensor) if needs & bit and tensor is not None else q.new_empty(0)
+                 for bit, tensor in zip(GRADIENTS, (q, k, v, bias, sinks)))
