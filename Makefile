@@ -5,7 +5,7 @@ PYTHON ?= python3
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 CMAKE_FLAGS ?=
 
-.PHONY: all setup-build setup-bench setup-test test bench demo lint install clean help
+.PHONY: all setup-build setup-bench setup-test test bench demo lint wheels install clean help
 
 all:
 	@command -v cmake >/dev/null || \
@@ -39,6 +39,9 @@ demo: setup-build
 lint: setup-test
 	@tools/lint
 
+wheels: setup-bench
+	@$(PYTHON) tools/wheels
+
 install: all
 	@cmake --install $(BUILD) --prefix $(PREFIX)
 
@@ -51,5 +54,6 @@ help:
 	@echo "make test       installs what is missing, then every test"
 	@echo "make bench      speed here, and side by side with PyTorch"
 	@echo "make lint       format, warnings, sizes"
+	@echo "make wheels     Python wheels for Linux and macOS, x86-64 and Arm, in dist/"
 	@echo "make install    headers, libraries, pkg-config file, CMake package; PREFIX=$(PREFIX)"
 	@echo "make clean      removes $(BUILD)/"

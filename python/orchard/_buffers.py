@@ -92,6 +92,4 @@ def export_bfloat16(op: str, name: str, array: Any) -> Export:
     shape, strides = seen["shape"], seen.get("strides")
     if strides is not None:
         strides = element_strides(op, name, shape, strides, 2)
-    # The description owns nothing: keeping the array alive does.
-    return Export(address, _structs.BF16, shape, strides, bool(read_only),
-                  lambda held=array: None)
+    return Export(address, _structs.BF16, shape, strides, bool(read_only), owner=array)

@@ -8,7 +8,7 @@ which also says whether the memory is read-only or a copy. Only memory of the CP
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Tuple
+from typing import Any, Dict, Tuple
 
 from . import _structs
 from ._exports import Export, dense_strides, python_call
@@ -84,8 +84,8 @@ def take(op: str, name: str, capsule: Any) -> Export:
         raise ArgumentError(f"{op}: {name}'s __dlpack__ gave {type(capsule).__name__}, "
                             "not a DLPack capsule that nobody has used")
     address = _pointer(capsule, kind)
-    shape_of = DLManagedTensorVersioned if kind == VERSIONED else DLManagedTensor
-    managed = shape_of.from_address(address)
+    managed: Any = (DLManagedTensorVersioned if kind == VERSIONED else DLManagedTensor
+                    ).from_address(address)
     _rename(capsule, _USED[kind])
 
     def give_back() -> None:
@@ -133,9 +133,9 @@ def export(op: str, name: str, array: Any) -> Export:
     return take(op, name, _capsule(op, name, array))
 
 
-# ---- The other way: memory of ours for somebody else ----------------------------------------------
+# ---- The other way: memory of ours for somebody else ---------------------------------------------
 
-_lent = {}  # address of what was lent: (it, its sizes and strides, what owns the memory)
+_lent: Dict[int, tuple] = {}  # address of what was lent: (it, sizes, strides, memory's owner)
 
 
 @Deleter
@@ -163,7 +163,7 @@ def lend(owner: Any, address: int, dtype: int, shape: Tuple[int, ...], versioned
     sizes = (ctypes.c_int64 * max(len(shape), 1))(*shape)
     strides = (ctypes.c_int64 * max(len(shape), 1))(*dense_strides(shape))
     code, bits = _CODES[dtype]
-    managed = DLManagedTensorVersioned(major=1, minor=0) if versioned else DLManagedTensor()
+    managed: Any = DLManagedTensorVersioned(major=1, minor=0) if versioned else DLManagedTensor()
     managed.tensor = DLTensor(data=address, device_type=CPU, ndim=len(shape), code=code, bits=bits,
                               lanes=1, shape=sizes, strides=strides)
     managed.deleter = ctypes.cast(_given_back, ctypes.c_void_p).value

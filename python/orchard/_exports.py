@@ -1,4 +1,4 @@
-"""What another library's array looks like from here: address, dtype, sizes, strides, and who owns it.
+"""What another library's array looks like from here: address, dtype, sizes, strides, owner.
 
 `Export` is that description while it is held; `release` gives the memory back to its owner, once.
 `_buffers` and `_dlpack` make them, `arrays` uses them.
@@ -41,17 +41,20 @@ def dense_strides(shape: Sequence[int]) -> Tuple[int, ...]:
 class Export:
     """Memory of another object, held until `release`; strides are in elements."""
 
-    __slots__ = ("address", "dtype", "shape", "strides", "read_only", "copied", "_give_back")
+    __slots__ = ("address", "dtype", "shape", "strides", "read_only", "copied", "_owner",
+                 "_give_back")
 
     def __init__(self, address: int, dtype: int, shape: Sequence[int],
                  strides: Optional[Sequence[int]], read_only: bool,
-                 give_back: Optional[Callable[[], None]] = None, copied: bool = False) -> None:
+                 give_back: Optional[Callable[[], None]] = None, copied: bool = False,
+                 owner: Any = None) -> None:
         self.address = address
         self.dtype = dtype
         self.shape = tuple(shape)
         self.strides = dense_strides(self.shape) if strides is None else tuple(strides)
         self.read_only = read_only
         self.copied = copied
+        self._owner = owner  # kept alive, where that is all it takes
         self._give_back = give_back
 
     def release(self) -> None:

@@ -112,7 +112,7 @@ class Operands:
         return found.tensor(self.op, name)
 
 
-# ---- Results ----------------------------------------------------------------------------------------
+# ---- Results -------------------------------------------------------------------------------------
 
 
 def empty_like_kind(array: Any, shape: Sequence[int], dtype: int) -> Any:
@@ -153,7 +153,7 @@ class Array:
 
     def memory(self) -> memoryview:
         """Shape and format for whoever reads it with plain Python."""
-        flat = memoryview(self._memory).cast("B")[:self._bytes]
+        flat: Any = memoryview(self._memory).cast("B")[:self._bytes]
         if not self._bytes:
             return flat.cast(_FORMATS[self._dtype])  # a shape with a 0 in it cannot be cast to
         return flat.cast(_FORMATS[self._dtype], list(self.shape))
@@ -167,7 +167,7 @@ class Array:
 
     def _export(self) -> Export:
         return Export(ctypes.addressof(self._memory), self._dtype, self.shape, None, False,
-                      lambda held=self: None)
+                      owner=self)
 
     def __dlpack_device__(self) -> Tuple[int, int]:
         return _dlpack.CPU, 0

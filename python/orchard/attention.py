@@ -21,7 +21,6 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 from . import _structs
 from ._context import Context, context
-from ._exports import Export
 from ._library import ArgumentError, check, lib
 from .arrays import Operands, empty_like_kind
 
@@ -38,7 +37,7 @@ class Gradients(NamedTuple):
     dsinks: Any = None
 
 
-# ---- Options: numbers as C takes them -----------------------------------------------------------------
+# ---- Options: numbers as C takes them ------------------------------------------------------------
 
 
 def _integer(op: str, name: str, value: Any, low: int, high: int) -> int:
@@ -117,7 +116,7 @@ def _context(op: str, backend: Any, threads: Any) -> Context:
                    backend=backend or None)
 
 
-# ---- Calls ---------------------------------------------------------------------------------------------
+# ---- Calls ---------------------------------------------------------------------------------------
 
 Run = Callable[[Context, str, Any], Any]
 
@@ -126,11 +125,8 @@ def _run(ctx: Context, op: str, args: Any) -> None:
     check(getattr(lib, "orchard_" + op)(ctx.handle, ctypes.byref(args)))
 
 
-def _row_shapes(q: Optional[Export], v: Optional[Export]) -> Optional[Tuple[tuple, tuple]]:
-    """Shapes of out and lse: q's rows, with v's head size and without one, in every layout."""
-    if q is None or v is None:
-        return None  # C says which is missing
-    return q.shape[:-1] + v.shape[-1:], q.shape[:-1]
+def shape_of(view: _structs.Tensor) -> Tuple[int, ...]:
+    return tuple(view.size[:view.rank])
 
 
 def forward(run: Run, q: Any, k: Any, v: Any, out: Any, lse: Any, backend: Any, threads: Any,
@@ -139,16 +135,17 @@ def forward(run: Run, q: Any, k: Any, v: Any, out: Any, lse: Any, backend: Any, 
     op = "attention_forward"
     args = _structs.AttentionForwardArgs()
     with Operands(op) as operands:
-        held = [operands.hold(name, array) for name, array in (("q", q), ("k", k), ("v", v))]
-        for name, found in zip("qkv", held):
-            if found is not None:
-                setattr(args.attention, name, found.tensor(op, name))
-        _fill(operands, args.attention, options)
-        shapes = _row_shapes(held[0], held[2])
-        if shapes is not None and out is None:
-            out = empty_like_kind(q, shapes[0], held[0].dtype)
-        if shapes is not None and lse is None:
-            lse = empty_like_kind(q, shapes[1], lse_dtype(held[0].dtype))
+        views = args.attention
+        views.q, views.k, views.v = (operands.input(name, array)
+                                     for name, array in (("q", q), ("k", k), ("v", v)))
+        _fill(operands, views, options)
+        if q is not None and v is not None:  # else C says which is missing
+            # q's rows, with v's head size and without one: in every layout.
+            rows, last = shape_of(views.q)[:-1], shape_of(views.v)[-1:]
+            if out is None:
+                out = empty_like_kind(q, rows + last, views.q.dtype)
+            if lse is None:
+                lse = empty_like_kind(q, rows, lse_dtype(views.q.dtype))
         args.out = operands.output("out", out)
         args.lse = operands.output("lse", lse)
         return out, lse, run(_context(op, backend, threads), op, args)
@@ -190,8 +187,8 @@ def backward(run: Run, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dl
             results[name] = given[name]
             source = sources[name]
             if results[name] is None and source is not None:
-                shaped = operands.hold(name[1:], source)
-                results[name] = empty_like_kind(source, shaped.shape, shaped.dtype)
+                view = getattr(args.attention, name[1:])
+                results[name] = empty_like_kind(source, shape_of(view), view.dtype)
             elif results[name] is None and name in ("dbias", "dsinks"):
                 raise ArgumentError(f"{op}: {name} is wanted without {name[1:]}")
             setattr(args, name, operands.output(name, results[name]))

@@ -16,7 +16,7 @@ def _text(value: Optional[bytes]) -> Optional[str]:
     return None if value is None else value.decode("utf-8", "replace")
 
 
-# ---- Before a call -------------------------------------------------------------------------------------
+# ---- Before a call -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ def _explain(ctx: Context, op: str, args: Any) -> Explanation:
 
 
 def _explain_forward(**call: Any) -> Explanation:
-    operands = [call.pop(name) for name in ("q", "k", "v", "out", "lse", "backend", "threads")]
-    return attention.forward(_explain, *operands, call)[2]
+    own = {name: call.pop(name) for name in ("q", "k", "v", "out", "lse", "backend", "threads")}
+    return attention.forward(_explain, options=call, **own)[2]
 
 
 def _explain_backward(**call: Any) -> Explanation:
-    operands = [call.pop(name) for name in ("dout", "q", "k", "v", "out", "lse", "dlse", "want")]
+    own = {name: call.pop(name) for name in ("dout", "q", "k", "v", "out", "lse", "dlse", "want",
+                                             "backend", "threads")}
     given = {name: call.pop(name) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
-    backend, threads = call.pop("backend"), call.pop("threads")
-    return attention.backward(_explain, *operands, given, backend, threads, call)[1]
+    return attention.backward(_explain, given=given, options=call, **own)[1]
 
 
 _EXPLAINED: Dict[str, Tuple[Callable[..., Any], Callable[..., Explanation]]] = {
@@ -79,10 +79,11 @@ def explain(op: str, *operands: Any, **options: Any) -> Explanation:
     return ask(**call.arguments)
 
 
-# ---- After calls ---------------------------------------------------------------------------------------
+# ---- After calls ---------------------------------------------------------------------------------
 
 
-class ReportLine(NamedTuple):
+@dataclass(frozen=True)
+class ReportLine:
     """How often a backend ran an operation (reason None), or did not take a call, and why."""
 
     op: str

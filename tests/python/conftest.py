@@ -9,6 +9,7 @@ import pathlib
 import sys
 
 ALLOWED_SKIPS = {  # the beginning of a reason: why such a case may be left out
+    "readelf is for Linux": "the same is checked for macOS wheels by tools/wheels",
 }
 
 _counts = {"passed": 0, "failed": 0}

@@ -4,30 +4,31 @@ tests/layout_test.c is compiled here, against the headers of the tree and the in
 prints its table; nothing may be missing on either side.
 """
 import ctypes
-import os
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
 from orchard import _library, _structs
 
+MACOS = sys.platform == "darwin"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layout")
-    # The library's soname carries its version, the file in the package does not.
+    # The library is asked for by a name with its version, which the package's file does not have.
     major = _structs.VERSION_MAJOR
-    (folder / f"liborchard.so.{major}").symlink_to(_library.path())
+    name = f"liborchard.{major}.dylib" if MACOS else f"liborchard.so.{major}"
+    (folder / name).symlink_to(_library.path())
     program = folder / "layout"
     subprocess.run(["cc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", f"-I{ROOT}/include",
                     f"-I{ROOT}/tests", str(ROOT / "tests/layout_test.c"), "-o", str(program),
-                    _library.path()], check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
-    printed = subprocess.run([str(program), "--print"], env=environment, check=True,
-                             capture_output=True, text=True).stdout
+                    _library.path(), f"-Wl,-rpath,{folder}"], check=True)
+    printed = subprocess.run([str(program), "--print"], check=True, capture_output=True,
+                             text=True).stdout
     return [line.split() for line in printed.splitlines()]
 
 
@@ -61,9 +62,10 @@ def test_every_constant_has_its_value(table):
 
 
 def test_every_exported_call_has_a_prototype_and_the_other_way_round():
-    listed = subprocess.run(["nm", "-D", "--defined-only", _library.path()], check=True,
-                            capture_output=True, text=True).stdout
-    exported = set(re.findall(r" T (orchard_\w+)", listed))
+    options = ["-gU"] if MACOS else ["-D", "--defined-only"]
+    listed = subprocess.run(["nm", *options, _library.path()], check=True, capture_output=True,
+                            text=True).stdout
+    exported = set(re.findall(r" T _?(orchard_\w+)", listed))
     assert exported == set(_structs.CALLS)
 
 

@@ -1,0 +1,239 @@
+"""The wheel as a user gets it: what it holds, its tag, fresh environments without torch and without
+a compiler under every Python of this machine, the command, and that uninstalling leaves nothing.
+And the source package: all that the wheel is built from, and nothing made by a build.
+
+tests/run names the wheel in ORCHARD_TEST_WHEEL.
+"""
+import base64
+import csv
+import hashlib
+import io
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WHEEL = pathlib.Path(os.environ.get("ORCHARD_TEST_WHEEL", "ORCHARD_TEST_WHEEL is not set"))
+
+
+def pythons():
+    """Every Python >= 3.9 that can be found here, one for each version."""
+    places = [pathlib.Path(p) for p in os.environ.get("PATH", "").split(os.pathsep)]
+    places += [p / "bin" for p in sorted((pathlib.Path.home() / ".pyenv/versions").glob("3.*"))]
+    found = {}
+    for place in places:
+        for minor in range(9, 16):
+            program = place / f"python3.{minor}"
+            if minor in found or not program.exists():
+                continue
+            # A pyenv shim exists for versions that are not active: it must run, and have venv.
+            runs = subprocess.run([str(program), "-c", "import venv, ensurepip, ctypes"],
+                                  capture_output=True)
+            if runs.returncode == 0:
+                found[minor] = str(program)
+    found.setdefault(sys.version_info[1], sys.executable)
+    return [found[minor] for minor in sorted(found)]
+
+
+def clean_environment(venv):
+    """No compiler, no setting of ours, nothing of the user's."""
+    return {"PATH": f"{venv}/bin", "HOME": str(venv), "PYTHONNOUSERSITE": "1",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_CONFIG_FILE": os.devnull}
+
+
+def run(venv, *words, status=0):
+    done = subprocess.run([f"{venv}/bin/python", *words], capture_output=True, text=True,
+                          env=clean_environment(venv), cwd=venv)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob("*")
+            if "__pycache__" not in p.parts}
+
+
+def new_venv(program, folder):
+    subprocess.run([program, "-m", "venv", str(folder)], check=True)
+    return folder
+
+
+# ---- What it holds -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel():
+    with zipfile.ZipFile(WHEEL) as opened:
+        yield opened
+
+
+def test_name_and_tag(wheel):
+    from orchard import version
+    system = "linux" if sys.platform == "linux" else "macosx"
+    assert re.fullmatch(rf"orchard-{re.escape(version())}-py3-none-{system}_\w+\.whl", WHEEL.name)
+    text = wheel.read(f"orchard-{version()}.dist-info/WHEEL").decode()
+    assert re.findall(r"^Tag: (\S+)$", text, re.M) == [WHEEL.stem.split("-", 2)[2]]
+    assert "Root-Is-Purelib: false" in text
+
+
+def test_every_module_of_the_tree_and_nothing_else(wheel):
+    from orchard import version
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "--cached", "--others",
+                             "--exclude-standard", "python"], capture_output=True, text=True,
+                            check=True).stdout.split()
+    expected = {name.removeprefix("python/") for name in listed
+                if name.startswith(("python/orchard/", "python/orchard_ops/",
+                                    "python/orchard_bridge/"))}
+    assert {"orchard/__init__.py", "orchard/attention.py", "orchard/py.typed"} <= expected
+    suffix = "so" if sys.platform == "linux" else "dylib"
+    expected |= {"orchard/_structs.py", f"orchard/lib/liborchard.{suffix}", "orchard/bin/orchard"}
+    info = f"orchard-{version()}.dist-info/"
+    names = set(wheel.namelist())
+    assert {n for n in names if not n.startswith(info)} == expected
+    assert {n.removeprefix(info) for n in names if n.startswith(info)} == {
+        "METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+    assert wheel.getinfo("orchard/bin/orchard").external_attr >> 16 & 0o111 == 0o111
+
+
+def test_record_is_right(wheel):
+    rows = list(csv.reader(io.StringIO(wheel.read(next(
+        n for n in wheel.namelist() if n.endswith("/RECORD"))).decode())))
+    assert sorted(row[0] for row in rows) == sorted(wheel.namelist())
+    for name, digest, size in rows:
+        if not name.endswith("/RECORD"):
+            data = wheel.read(name)
+            found = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            assert (digest, size) == (f"sha256={found}", str(len(data))), name
+
+
+def test_metadata(wheel):
+    text = wheel.read(next(n for n in wheel.namelist() if n.endswith("/METADATA"))).decode()
+    assert "Requires-Python: >=3.9" in text and "License" in text
+    # torch is an extra: a plain install asks for nothing.
+    for line in re.findall(r"^Requires-Dist: (.*)$", text, re.M):
+        assert "extra ==" in line, line
+
+
+def test_the_library_needs_libc_only_and_exports_orchard_only(wheel, tmp_path):
+    if sys.platform != "linux":
+        pytest.skip("readelf is for Linux; tools/wheels checks the macOS wheels")
+    for name in ("orchard/lib/liborchard.so", "orchard/bin/orchard"):
+        file = wheel.extract(name, tmp_path)
+        dynamic = subprocess.run(["readelf", "-dW", file], capture_output=True, text=True).stdout
+        needed = set(re.findall(r"\(NEEDED\)\s+Shared library: \[(.*?)\]", dynamic))
+        assert needed <= {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"}, needed
+        assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
+        if name.endswith(".so"):
+            symbols = subprocess.run(["nm", "-D", "--defined-only", file], capture_output=True,
+                                     text=True).stdout.split("\n")
+            names = {line.split()[-1] for line in symbols if line}
+            assert len(names) > 20 and all(n.startswith("orchard_") for n in names), names
+
+
+# ---- Fresh environments --------------------------------------------------------------------------
+
+SMOKE = """
+import array, sys
+import orchard
+a = array.array("f", [1, 0, 0, 1, 1, 1])
+m = memoryview(a).cast("B").cast("f", [1, 1, 3, 2])
+out, lse = orchard.attention_forward(m, m, m, causal=True)
+rows = out.tolist()[0][0]
+assert rows[0] == [1, 0], rows                      # the first query sees itself alone
+assert abs(rows[1][1] - 0.66976154) < 1e-6, rows    # e^(1/sqrt 2) / (1 + e^(1/sqrt 2))
+grads = orchard.attention_backward(out, m, m, m, out, lse, causal=True)
+assert grads.dq.shape == (1, 1, 3, 2) and grads.dq.tolist()[0][0][0] == [0, 0]
+try:
+    orchard.attention_forward(m, m, m, dropout=2)
+except orchard.ArgumentError as why:
+    assert str(why) == "attention_forward: dropout is 2, must be 0 ... 1"
+else:
+    raise SystemExit("nothing was raised")
+assert not {"numpy", "torch"} & set(sys.modules)
+print(orchard.__version__, len(orchard.report()) > 0)
+"""
+
+
+@pytest.mark.parametrize("program", pythons(), ids=lambda p: pathlib.Path(p).name)
+def test_fresh_environment(program, tmp_path):
+    from orchard import version
+    venv = new_venv(program, tmp_path / "venv")
+    before = contents(venv)
+    run(venv, "-m", "pip", "install", "--no-index", str(WHEEL))
+    assert contents(venv) - before
+    assert run(venv, "-c", SMOKE).stdout == f"{version()} True\n"
+
+    # Without torch: one clear sentence, no chain of others.
+    for code in ("import orchard.torch", "import orchard; orchard.enable()"):
+        last = run(venv, "-c", code, status=1).stderr.strip().splitlines()[-1]
+        assert re.match(r"(ModuleNotFound|Import)Error: .*(needs PyTorch|'orchard.torch')", last)
+
+    # The command, both ways, with its exit status.
+    assert run(venv, "-m", "orchard", "--version").stdout == f"orchard {version()}\n"
+    assert "no command" in run(venv, "-m", "orchard", "nonsense", status=2).stderr
+    script = subprocess.run([f"{venv}/bin/orchard", "--version"], capture_output=True, text=True)
+    assert script.returncode == 0 and script.stdout == f"orchard {version()}\n"
+
+    run(venv, "-m", "pip", "uninstall", "--yes", "orchard")
+    assert contents(venv) == before
+    assert "No module named 'orchard'" in run(venv, "-c", "import orchard", status=1).stderr
+
+
+def test_the_library_s_absence_is_told(tmp_path):
+    done = subprocess.run([sys.executable, "-c", "import orchard"], capture_output=True, text=True,
+                          env={**os.environ, "ORCHARD_LIBRARY": str(tmp_path / "none.so")})
+    assert done.returncode == 1
+    assert "ImportError: orchard: cannot load the C library" in done.stderr
+    done = subprocess.run([sys.executable, "-m", "orchard", "doctor"], capture_output=True,
+                          text=True, env={**os.environ, "ORCHARD_COMMAND": str(tmp_path / "none")})
+    assert done.returncode == 127 and "orchard: cannot run" in done.stderr
+
+
+def test_doctor_through_python():
+    done = subprocess.run([sys.executable, "-m", "orchard", "doctor"], capture_output=True,
+                          text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cpu" in done.stdout
+
+
+# ---- The source package --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source_package(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    code = "import sys, scikit_build_core.build as b; b.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=ROOT,
+                   capture_output=True)
+    (file,) = folder.glob("orchard-*.tar.gz")
+    return file
+
+
+def test_source_package(source_package):
+    with tarfile.open(source_package) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    tracked = subprocess.run(["git", "-C", str(ROOT), "ls-files", "--cached", "--others",
+                              "--exclude-standard"], capture_output=True, text=True,
+                             check=True).stdout.split("\n")
+    needed = {name for name in tracked
+              if name.startswith(("src/", "include/", "cli/", "cmake/", "python/", "tools/"))
+              or name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE")}
+    assert needed - names == set()
+    extra = {n for n in names - needed if not n.startswith(".")}
+    assert extra <= {"PKG-INFO", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}, extra
+
+
+def test_the_source_package_configures(source_package, tmp_path):
+    """Also where OpenBLAS is there: what only the tree has must not be asked for."""
+    with tarfile.open(source_package) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = [p for p in tmp_path.iterdir() if p.is_dir()]
+    done = subprocess.run(["cmake", "-S", str(folder), "-B", str(tmp_path / "b"),
+                           "-DORCHARD_PYTHON=ON"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
