@@ -13,8 +13,8 @@ object (`orchard.active()` lists them):
 
 A call that Orchard serves is torch's in everything but the kernel. Every other call (nested
 tensors, other devices, sdpa_kernel(MATH), what torch refuses ...) goes to the original function
-untouched, and `orchard.counts()` tells how many, by reason. docs/pytorch.md tells what is not
-reached.
+untouched, and `orchard.switch.counts()` tells how many, by reason. docs/pytorch.md tells what is
+not reached.
 """
 
 from __future__ import annotations

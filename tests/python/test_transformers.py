@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
+import transformers
 
 import orchard.transformers as orchard_transformers
 from orchard import OrchardError
