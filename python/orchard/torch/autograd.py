@@ -34,11 +34,11 @@ def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
 
 
 class AttentionFast(torch.autograd.Function):
-    """(out, lse) of orchard::attention_forward. What takes no gradient comes in one tuple, and
-    absent tensors are not saved: both save microseconds."""
+    """out, or (out, lse), of orchard::attention_forward. What takes no gradient comes in one tuple,
+    absent tensors are not saved, an lse that nobody wants is no output: each saves microseconds."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, sinks, rest):
+    def forward(ctx, q, k, v, bias, sinks, rest, with_lse):
         mask, alibi, key_lengths, cu_q, cu_k, seed = rest[:6]
         ctx.options = options = rest[6:]
         out, lse = ops.forward(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q, cu_k, seed,
@@ -49,16 +49,19 @@ class AttentionFast(torch.autograd.Function):
             ctx.save_for_backward(out, lse, q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q,
                                   cu_k, seed)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if with_lse else out
 
     @staticmethod
-    def backward(ctx, dout, dlse):  # and no jvp: a class that has one cannot be compiled
-        out, lse, *tensors = ctx.saved_tensors
-        if len(tensors) == 3:
-            tensors += _ABSENT
-        q, k, v, bias, sinks, _ = ctx.needs_input_grad
+    def backward(ctx, dout, dlse=None):  # and no jvp: a class that has one cannot be compiled
+        q, k, v, bias, sinks, _, _ = ctx.needs_input_grad
         needs = q | k << 1 | v << 2 | bias << 3 | sinks << 4
-        return (*_gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None)
+        out, lse, *tensors = ctx.saved_tensors
+        if len(tensors) > 3 or dout is None or not needs or torch.is_grad_enabled():
+            tensors = (*tensors, *_ABSENT)[:TENSORS]
+            return (*_gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None, None)
+        dq, dk, dv, _, _ = ops.backward(needs, dout, dlse, out, lse, *tensors, *_ABSENT,
+                                        *ctx.options)
+        return dq if q else None, dk if k else None, dv if v else None, None, None, None, None
 
 
 class Attention(torch.autograd.Function):

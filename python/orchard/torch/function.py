@@ -29,6 +29,8 @@ def _check_tensor(name: str, tensor: object, device: Optional[torch.device]) -> 
     if tensor.is_nested:
         raise UnsupportedError(f"attention: {name} is a nested tensor; use cu_seqlens for "
                                "sequences of different lengths")
+    if tensor.is_quantized:
+        raise UnsupportedError(f"attention: {name} is quantized ({tensor.dtype})")
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"attention: {name} has layout {tensor.layout}, must be strided")
     if device is None:
@@ -180,7 +182,8 @@ def _split_mask(attn_mask: Optional[Tensor], bias: Optional[Tensor], q: Tensor,
 
 # ---- The call ------------------------------------------------------------------------------------
 
-def attention(q, k, v, bias, mask, alibi, sinks, *rest) -> Tuple[Tensor, Tensor]:
+def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
+              *rest) -> Tuple[Tensor, Optional[Tensor]]:
     """(out, lse) for arguments in the order of the op's schema, by the right Function."""
     if not torch.compiler.is_compiling():
         if _functorch_active() or forward_ad._current_level >= 0:
@@ -189,7 +192,8 @@ def attention(q, k, v, bias, mask, alibi, sinks, *rest) -> Tuple[Tensor, Tensor]
             q.requires_grad or k.requires_grad or v.requires_grad
             or (bias is not None and bias.requires_grad)
             or (sinks is not None and sinks.requires_grad)):
-        return autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest))
+        made = autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest), with_lse)
+        return made if with_lse else (made, None)
     return ops.forward(q, k, v, bias, mask, alibi, sinks, *rest)
 
 
@@ -200,45 +204,46 @@ def _lower(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
-def scaled_dot_product_attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Optional[Tensor] = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: Optional[float] = None,
-        enable_gqa: bool = False, *, bias: Optional[Tensor] = None,
-        window: Optional[Tuple[int, int]] = None, softcap: Optional[float] = None,
-        alibi_slopes: Optional[Tensor] = None, sinks: Optional[Tensor] = None,
-        causal_alignment: str = "top_left", key_lengths: Optional[Tensor] = None,
-        cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_k: Optional[Tensor] = None,
-        max_seqlen_q: Optional[int] = None, max_seqlen_k: Optional[int] = None,
-        return_lse: bool = False) -> Union[Tensor, Tuple[Tensor, Tensor]]:
-    """torch.nn.functional.scaled_dot_product_attention, fused forward and backward.
+def _plain(q: object, k: object, v: object) -> bool:
+    """Whether these are CPU tensors [B,H,T,D] that need nothing done to them. Only the questions
+    whose answer the kernel would not notice: what it refuses is looked at afterwards."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+            and q.is_cpu and k.is_cpu and v.is_cpu):
+        return False
+    a, b, c = q.shape, k.shape, v.shape
+    return (len(a) == len(b) == len(c) == 4 and a[0] == b[0] == c[0] and a[1] == b[1] == c[1]
+            and not torch.is_autocast_enabled("cpu"))
 
-    The first eight arguments are torch's: query [...,H,T,D], key [...,G,S,D], value [...,G,S,E],
-    attn_mask bool (True = may see) or additive float, broadcast to [...,H,T,S], which may require a
-    gradient. Beyond torch:
 
-    attn_mask and is_causal  may be given together: both apply.
-    bias                     an additive float mask beside a bool attn_mask.
-    window=(left, right)     a query at p sees keys p-left ... p+right; -1 = no limit.
-    softcap                  scores become softcap * tanh(score / softcap).
-    alibi_slopes             [H] or [B,H]: -slope * |p - key| is added to the score.
-    sinks                    [H]: a logit per head that joins the softmax's denominator only.
-    causal_alignment         "top_left" (p = i, as torch) or "bottom_right" (the last query stands
-                             at the last key); for causal, window and alibi_slopes.
-    key_lengths              [B] ints: only the first so many keys of each batch element count.
-    cu_seqlens_q, _k         packed sequences: query [total,H,D], key and value [total,G,D|E];
-                             [n+1] ints, with max_seqlen_q and max_seqlen_k.
-    return_lse               also return the logarithm of the softmax's denominator, [...,H,T] fp32
-                             (fp64 for fp64), which carries gradients too.
+_NONE = (None,) * 6
 
-    Dropout takes one number from torch's generator per call. Gradients of gradients are computed by
-    an explicit formula that needs memory for [B,H,T,S]. Errors are exceptions of `orchard`.
-    """
+
+def _plain_call(with_lse: bool, q: Tensor, k: Tensor, v: Tensor,
+                causal: bool) -> Tuple[Tensor, Optional[Tensor]]:
+    """`attention` without options: the same choice, spelt out to save time."""
+    if not torch.compiler.is_compiling():
+        if _functorch_active() or forward_ad._current_level >= 0:
+            return autograd.Attention.apply(q, k, v, None, None, *_NONE, 0, 0, None, causal, False,
+                                            -1, -1, 0.0, 0.0)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        made = autograd.AttentionFast.apply(q, k, v, None, None, (
+            None, None, None, None, None, None, 0, 0, None, causal, False, -1, -1, 0.0, 0.0),
+            with_lse)
+        return made if with_lse else (made, None)
+    return ops.forward(q, k, v, None, None, None, None, None, None, None, None, 0, 0, None, causal,
+                       False, -1, -1, 0.0, 0.0)
+
+
+def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias,
+             window, softcap, alibi_slopes, sinks, causal_alignment, key_lengths, cu_seqlens_q,
+             cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Tuple[Tensor, Optional[Tensor]]:
+    """Any call, with every check; parameters as in the public function."""
     q, k, v = query, key, value
     _check_tensor("query", q, None)
     device = q.device
     _check_tensor("key", k, device)
     _check_tensor("value", v, device)
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         q, k, v = _lower(q), _lower(k), _lower(v)
 
     if causal_alignment not in ALIGNMENTS:
@@ -277,13 +282,62 @@ def scaled_dot_product_attention(
         _check_number("dropout_p", dropout_p)
         seed = torch.randint(SEEDS, ())
 
-    try:
-        out, lse = attention(q, k, v, bias, mask, alibi_slopes, sinks, key_lengths, cu_seqlens_q,
-                             cu_seqlens_k, seed, max_t, max_s, scale, bool(is_causal),
-                             bottom_right, left, right, softcap, dropout_p)
-    except RuntimeError as error:
-        raise cpu.translate(error) from None
+    out, lse = attention(with_lse, q, k, v, bias, mask, alibi_slopes, sinks, key_lengths,
+                         cu_seqlens_q, cu_seqlens_k, seed, max_t, max_s, scale, bool(is_causal),
+                         bottom_right, left, right, softcap, dropout_p)
     rank = max(query.dim(), key.dim(), value.dim())
     if rank != 4 and not packed:
-        out, lse = _unfold(out, leading, rank), _unfold(lse, leading, rank)
+        out = _unfold(out, leading, rank)
+        lse = _unfold(lse, leading, rank) if with_lse else None
+    return out, lse
+
+
+def scaled_dot_product_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Optional[Tensor] = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: Optional[float] = None,
+        enable_gqa: bool = False, *, bias: Optional[Tensor] = None,
+        window: Optional[Tuple[int, int]] = None, softcap: Optional[float] = None,
+        alibi_slopes: Optional[Tensor] = None, sinks: Optional[Tensor] = None,
+        causal_alignment: str = "top_left", key_lengths: Optional[Tensor] = None,
+        cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_k: Optional[Tensor] = None,
+        max_seqlen_q: Optional[int] = None, max_seqlen_k: Optional[int] = None,
+        return_lse: bool = False) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    """torch.nn.functional.scaled_dot_product_attention, fused forward and backward.
+
+    The first eight arguments are torch's: query [...,H,T,D], key [...,G,S,D], value [...,G,S,E],
+    attn_mask bool (True = may see) or additive float, broadcast to [...,H,T,S], which may require a
+    gradient. Beyond torch:
+
+    attn_mask and is_causal  may be given together: both apply.
+    bias                     an additive float mask beside a bool attn_mask.
+    window=(left, right)     a query at p sees keys p-left ... p+right; -1 = no limit.
+    softcap                  scores become softcap * tanh(score / softcap).
+    alibi_slopes             [H] or [B,H]: -slope * |p - key| is added to the score.
+    sinks                    [H]: a logit per head that joins the softmax's denominator only.
+    causal_alignment         "top_left" (p = i, as torch) or "bottom_right" (the last query stands
+                             at the last key); for causal, window and alibi_slopes.
+    key_lengths              [B] ints: only the first so many keys of each batch element count.
+    cu_seqlens_q, _k         packed sequences: query [total,H,D], key and value [total,G,D|E];
+                             [n+1] ints, with max_seqlen_q and max_seqlen_k.
+    return_lse               also return the logarithm of the softmax's denominator, [...,H,T] fp32
+                             (fp64 for fp64), which carries gradients too.
+
+    Dropout takes one number from torch's generator per call. Gradients of gradients are computed by
+    an explicit formula that needs memory for [B,H,T,S]. Errors are exceptions of `orchard`.
+    """
+    extras = (attn_mask is bias is window is softcap is alibi_slopes is sinks is key_lengths
+              is cu_seqlens_q is cu_seqlens_k is None)
+    try:
+        if (extras and dropout_p == 0.0 and scale is None and causal_alignment == "top_left"
+                and _plain(query, key, value)):
+            out, lse = _plain_call(return_lse, query, key, value, bool(is_causal))
+        else:
+            out, lse = _general(return_lse, query, key, value, attn_mask, dropout_p, is_causal,
+                                scale, enable_gqa, bias, window, softcap, alibi_slopes, sinks,
+                                causal_alignment, key_lengths, cu_seqlens_q, cu_seqlens_k,
+                                max_seqlen_q, max_seqlen_k)
+    except RuntimeError as error:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            _check_tensor(name, tensor, None)
+        raise cpu.translate(error) from None
     return (out, lse) if return_lse else out

@@ -22,43 +22,43 @@ typedef struct tensor_object *handle;
 
 /* ---- What is called ------------------------------------------------------------------------- */
 
-#define TORCH_CALLS(X)                                                                           \
-    X(int32_t, aoti_torch_library_init_impl,                                                     \
-      (const char *, const char *, const char *, uint32_t, void **))                             \
-    X(int32_t, aoti_torch_library_impl, (void *, const char *, void (*)(word *, word, word)))    \
-    X(int32_t, aoti_torch_get_dim, (handle, int64_t *))                                          \
-    X(int32_t, aoti_torch_get_sizes, (handle, int64_t **))                                       \
-    X(int32_t, aoti_torch_get_strides, (handle, int64_t **))                                     \
-    X(int32_t, aoti_torch_get_dtype, (handle, int32_t *))                                        \
-    X(int32_t, aoti_torch_get_data_ptr, (handle, void **))                                       \
-    X(int32_t, torch_get_const_data_ptr, (handle, const void **))                                \
-    X(int32_t, aoti_torch_empty_strided,                                                         \
-      (int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, handle *))          \
-    X(int32_t, aoti_torch_delete_tensor_object, (handle))                                        \
-    X(int32_t, torch_delete_stable_ivalue, (word *))                                             \
-    X(void, aoti_torch_check, (bool, const char *, const char *, uint32_t, const char *))        \
-    X(int32_t, torch_get_num_threads, (uint32_t *))                                              \
-    X(int32_t, torch_parallel_for, (int64_t, int64_t, int64_t, orchard_body_fn, void *))         \
-    X(int32_t, aoti_torch_device_type_cpu, (void))                                               \
-    X(int32_t, aoti_torch_dtype_float64, (void))                                                 \
-    X(int32_t, aoti_torch_dtype_float32, (void))                                                 \
-    X(int32_t, aoti_torch_dtype_float16, (void))                                                 \
-    X(int32_t, aoti_torch_dtype_bfloat16, (void))                                                \
-    X(int32_t, aoti_torch_dtype_int64, (void))                                                   \
-    X(int32_t, aoti_torch_dtype_int32, (void))                                                   \
-    X(int32_t, aoti_torch_dtype_int16, (void))                                                   \
-    X(int32_t, aoti_torch_dtype_int8, (void))                                                    \
-    X(int32_t, aoti_torch_dtype_uint8, (void))                                                   \
+#define TORCH_CALLS(X)                                                                        \
+    X(int32_t, aoti_torch_library_init_impl,                                                  \
+      (const char *, const char *, const char *, uint32_t, void **))                          \
+    X(int32_t, aoti_torch_library_impl, (void *, const char *, void (*)(word *, word, word))) \
+    X(int32_t, aoti_torch_get_dim, (handle, int64_t *))                                       \
+    X(int32_t, aoti_torch_get_sizes, (handle, int64_t **))                                    \
+    X(int32_t, aoti_torch_get_strides, (handle, int64_t **))                                  \
+    X(int32_t, aoti_torch_get_dtype, (handle, int32_t *))                                     \
+    X(int32_t, aoti_torch_get_data_ptr, (handle, void **))                                    \
+    X(int32_t, torch_get_const_data_ptr, (handle, const void **))                             \
+    X(int32_t, aoti_torch_empty_strided,                                                      \
+      (int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, handle *))       \
+    X(int32_t, aoti_torch_delete_tensor_object, (handle))                                     \
+    X(int32_t, torch_delete_stable_ivalue, (word *))                                          \
+    X(void, aoti_torch_check, (bool, const char *, const char *, uint32_t, const char *))     \
+    X(int32_t, torch_get_num_threads, (uint32_t *))                                           \
+    X(int32_t, torch_parallel_for, (int64_t, int64_t, int64_t, orchard_body_fn, void *))      \
+    X(int32_t, aoti_torch_device_type_cpu, (void))                                            \
+    X(int32_t, aoti_torch_dtype_float64, (void))                                              \
+    X(int32_t, aoti_torch_dtype_float32, (void))                                              \
+    X(int32_t, aoti_torch_dtype_float16, (void))                                              \
+    X(int32_t, aoti_torch_dtype_bfloat16, (void))                                             \
+    X(int32_t, aoti_torch_dtype_int64, (void))                                                \
+    X(int32_t, aoti_torch_dtype_int32, (void))                                                \
+    X(int32_t, aoti_torch_dtype_int16, (void))                                                \
+    X(int32_t, aoti_torch_dtype_int8, (void))                                                 \
+    X(int32_t, aoti_torch_dtype_uint8, (void))                                                \
     X(int32_t, aoti_torch_dtype_bool, (void))
 
-#define ORCHARD_CALLS(X)                                                                         \
-    X(orchard_status, orchard_ctx_create_version,                                                \
-      (orchard_ctx **, const orchard_ctx_opts *, int32_t))                                       \
-    X(void, orchard_ctx_free, (orchard_ctx *))                                                   \
-    X(const char *, orchard_last_error, (void))                                                  \
-    X(orchard_status, orchard_attention_forward,                                                 \
-      (orchard_ctx *, const orchard_attention_forward_args *))                                   \
-    X(orchard_status, orchard_attention_backward,                                                \
+#define ORCHARD_CALLS(X)                                       \
+    X(orchard_status, orchard_ctx_create_version,              \
+      (orchard_ctx **, const orchard_ctx_opts *, int32_t))     \
+    X(void, orchard_ctx_free, (orchard_ctx *))                 \
+    X(const char *, orchard_last_error, (void))                \
+    X(orchard_status, orchard_attention_forward,               \
+      (orchard_ctx *, const orchard_attention_forward_args *)) \
+    X(orchard_status, orchard_attention_backward,              \
       (orchard_ctx *, const orchard_attention_backward_args *))
 
 #define POINTER(result, name, parameters) static result(*call_##name) parameters;
@@ -486,13 +486,13 @@ ORCHARD_API int32_t orchard_torch_last_status(void)
 
 static const char *find(void *torch, void *orchard)
 {
-#define FIND(library, name)                                   \
-    {                                                         \
-        void *found = dlsym(library, #name);                  \
-        if (!found) {                                         \
-            return #name;                                     \
-        }                                                     \
-        memcpy(&call_##name, &found, sizeof found);           \
+#define FIND(library, name)                         \
+    {                                               \
+        void *found = dlsym(library, #name);        \
+        if (!found) {                               \
+            return #name;                           \
+        }                                           \
+        memcpy(&call_##name, &found, sizeof found); \
     }
 #define FIND_TORCH(result, name, parameters) FIND(torch, name)
 #define FIND_ORCHARD(result, name, parameters) FIND(orchard, name)

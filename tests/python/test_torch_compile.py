@@ -1,0 +1,141 @@
+"""torch.compile(fullgraph=True): results are eager's, shapes may change, graphs stay few."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from orchard.torch import scaled_dot_product_attention as attention
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def leaves(T=6, S=9, H=2, G=2, D=8, dtype=torch.float32):
+    return [torch.randn(2, h, n, D, dtype=dtype, requires_grad=True)
+            for h, n in ((H, T), (G, S), (G, S))]
+
+
+def results(function, tensors, dout=None):
+    out = function(*tensors)
+    out = out[0] if isinstance(out, tuple) else out
+    torch.manual_seed(1)
+    dout = torch.randn_like(out)
+    return [out, *torch.autograd.grad(out, tensors, dout)]
+
+
+CALLS = {
+    "plain": lambda q, k, v: attention(q, k, v),
+    "causal": lambda q, k, v: attention(q, k, v, is_causal=True, scale=0.3),
+    "mask": lambda q, k, v: attention(q, k, v, torch.ones(q.size(2), k.size(2)).tril(2).bool()),
+    "bias": lambda q, k, v: attention(q, k, v, (q.mean(-1, keepdim=True) + k.mean(-1)[:, :, None])),
+    "sinks": lambda q, k, v: attention(q, k, v, sinks=q.mean((0, 2, 3)), softcap=2.0,
+                                       alibi_slopes=torch.rand(2), window=(3, 3)),
+    "lse": lambda q, k, v: attention(q, k, v, return_lse=True, causal_alignment="bottom_right",
+                                     is_causal=True),
+    "gqa": lambda q, k, v: attention(q, k[:, :1], v[:, :1], enable_gqa=True),
+    "layout": lambda q, k, v: attention(*(x.transpose(1, 2).contiguous().transpose(1, 2)
+                                          for x in (q, k, v))).transpose(1, 2).flatten(2) * 2,
+    "three": lambda q, k, v: attention(q[0], k[0], v[0]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_inductor_equals_eager(name):
+    tensors = leaves()
+    torch.manual_seed(5)
+    eager = results(CALLS[name], tensors)
+    torch.manual_seed(5)
+    compiled = results(torch.compile(CALLS[name], fullgraph=True), tensors)
+    for a, b in zip(eager, compiled):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference", "no_requires_grad"])
+def test_without_gradients(mode):
+    tensors = leaves()
+    if mode == "no_requires_grad":
+        tensors = [x.detach() for x in tensors]
+    context = {"no_grad": torch.no_grad, "inference": torch.inference_mode,
+               "no_requires_grad": torch.enable_grad}[mode]
+    call = torch.compile(CALLS["causal"], fullgraph=True, backend="aot_eager")
+    with context():
+        assert torch.equal(call(*tensors), CALLS["causal"](*tensors))
+
+
+def test_dynamic_shapes_make_one_graph():
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(CALLS["causal"], fullgraph=True, dynamic=True, backend=counter)
+    for length in (5, 8, 13, 21):
+        tensors = leaves(T=length, S=length + 3)
+        for a, b in zip(results(CALLS["causal"], tensors), results(call, tensors)):
+            assert torch.equal(a, b)
+    assert counter.frame_count == 1
+
+
+def test_graph_holds_the_two_ops_and_no_more():
+    seen = []
+
+    def look(graph, _inputs):
+        seen.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"
+                     and "getitem" not in str(n.target)])
+        return graph
+
+    from torch._dynamo.backends.common import aot_autograd
+    from functorch.compile import make_boxed_func
+
+    def compiler(graph, inputs):
+        return make_boxed_func(look(graph, inputs))
+
+    call = torch.compile(CALLS["plain"], fullgraph=True,
+                         backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler))
+    results(call, leaves())
+    forward, backward = seen
+    assert forward == ["orchard.attention_forward.default"]
+    assert backward == ["orchard.attention_backward.default"]
+
+
+def test_dropout_is_new_each_call_and_repeats_with_the_seed():
+    counter = CompileCounterWithBackend("inductor")
+    call = torch.compile(lambda q, k, v: attention(q, k, v, dropout_p=0.5), fullgraph=True,
+                         backend=counter)
+    tensors = leaves()
+    torch.manual_seed(3)
+    first, second = call(*tensors), call(*tensors)
+    torch.manual_seed(3)
+    again = call(*tensors)
+    assert not torch.equal(first, second) and torch.equal(first, again)
+    assert counter.frame_count == 1, "a new seed must not compile anew"
+
+
+def test_dropout_backward_uses_the_forwards_mask():
+    """With v the only leaf, dv = p^T dout: rows of dropped probabilities tell the mask."""
+    call = torch.compile(lambda q, k, v: attention(q, k, v, dropout_p=0.5), fullgraph=True)
+    q, k = torch.zeros(1, 1, 8, 4), torch.zeros(1, 1, 8, 4)
+    v = torch.eye(8).view(1, 1, 8, 8).requires_grad_()
+    out = call(q, k, v)
+    dv, = torch.autograd.grad(out, v, torch.eye(8).view(1, 1, 8, 8))
+    torch.testing.assert_close(dv[0, 0].T, out[0, 0])
+
+
+def test_autocast_compiled():
+    tensors = leaves()
+    for dtype in (torch.bfloat16, torch.float16):
+        def call(*x):
+            with torch.autocast("cpu", dtype):
+                return attention(*x)
+
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        out = compiled(*tensors)
+        assert out.dtype == dtype and torch.equal(out, call(*tensors))
+
+
+def test_errors_inside_compiled_code_are_sentences():
+    call = torch.compile(lambda q, k, v: attention(q, k, v, softcap=-1.0), backend="aot_eager",
+                         fullgraph=True)
+    with pytest.raises(Exception, match="softcap is -1, must be positive"):
+        call(*leaves())

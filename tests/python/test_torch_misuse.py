@@ -1,0 +1,145 @@
+"""Nothing a caller passes may crash or be swallowed: a clear exception, the library's sentence."""
+
+import gc
+
+import pytest
+import torch
+
+import orchard
+from orchard import _library
+from orchard.torch import ops
+from orchard.torch import scaled_dot_product_attention as attention
+
+Q = torch.randn(2, 4, 5, 8)
+
+
+def call(*tensors, **options):
+    return attention(*(tensors or (Q, Q, Q)), **options)
+
+
+CASES = [
+    # what is passed, the exception, a part of its sentence
+    (lambda: call(None, Q, Q), "Argument", "query is a NoneType, must be a tensor"),
+    (lambda: call(Q, [1.0], Q), "Argument", "key is a list"),
+    (lambda: call(Q, Q, "value"), "Argument", "value is a str"),
+    (lambda: call(attn_mask="mask"), "Argument", "attn_mask is a str"),
+    (lambda: call(attn_mask=True), "Argument", "attn_mask is a bool"),
+    (lambda: call(attn_mask=torch.ones(5, 5, dtype=torch.int64)), "Dtype", "bool or floating"),
+    (lambda: call(attn_mask=torch.zeros(5, 5, dtype=torch.float64)), "Dtype", "bias is f64"),
+    (lambda: call(attn_mask=torch.zeros(3, 5)), "Shape", "queries, must be 1 or 5"),
+    (lambda: call(attn_mask=torch.zeros(1, 1, 1, 5, 5)), "Shape", "5 dimensions"),
+    (lambda: call(attn_mask=torch.zeros(5, 5), bias=torch.zeros(5, 5)), "Argument", "add the two"),
+    (lambda: call(bias=torch.ones(5, 5, dtype=torch.bool)), "Dtype", "bias is torch.bool"),
+    (lambda: call(bias=3), "Argument", "bias is a int"),
+    (lambda: call(scale=float("nan")), "Argument", "scale is nan, must be finite"),
+    (lambda: call(scale=float("inf")), "Argument", "scale is inf"),
+    (lambda: call(scale="1"), "Argument", "scale is '1', must be a number"),
+    (lambda: call(scale=torch.tensor(1.0)), "Argument", "must be a number"),
+    (lambda: call(scale=True), "Argument", "must be a number"),
+    (lambda: call(dropout_p=1.5), "Argument", "dropout is 1.5, must be 0 ... 1"),
+    (lambda: call(dropout_p=-0.1), "Argument", "dropout is -0.1"),
+    (lambda: call(dropout_p=float("nan")), "Argument", "dropout is"),
+    (lambda: call(dropout_p="no"), "Argument", "dropout_p is 'no'"),
+    (lambda: call(dropout_p=None), "Argument", "dropout_p is None"),
+    (lambda: call(softcap=-2.0), "Argument", "softcap is -2"),
+    (lambda: call(softcap=float("inf")), "Argument", "softcap is inf"),
+    (lambda: call(softcap="x"), "Argument", "softcap is 'x'"),
+    (lambda: call(window=3), "Argument", "window is 3, must be (left, right)"),
+    (lambda: call(window=(1,)), "Argument", "window"),
+    (lambda: call(window=(1.5, 2)), "Argument", "window is 1.5, must be an integer"),
+    (lambda: call(window=(-2, 0)), "Argument", "window is (-2, 0)"),
+    (lambda: call(window=(2 ** 70, 0)), "Argument", "64 bits"),
+    (lambda: call(causal_alignment="middle"), "Argument", '"top_left" or "bottom_right"'),
+    (lambda: call(causal_alignment=1), "Argument", "causal_alignment is 1"),
+    (lambda: call(alibi_slopes=torch.rand(3)), "Shape", "alibi must hold 4 heads"),
+    (lambda: call(alibi_slopes=torch.rand(4).double()), "Dtype", "alibi is f64"),
+    (lambda: call(alibi_slopes=0.5), "Argument", "alibi_slopes is a float"),
+    (lambda: call(sinks=torch.rand(2, 4)), "Shape", "sinks must be [4]"),
+    (lambda: call(sinks=torch.ones(4, dtype=torch.int64)), "Dtype", "sinks is i64"),
+    (lambda: call(key_lengths=torch.tensor([5, 6])), "Argument", "key_lengths[1] is 6"),
+    (lambda: call(key_lengths=torch.tensor([5.0, 5.0])), "Dtype", "key_lengths is f32"),
+    (lambda: call(key_lengths=[5, 5]), "Argument", "key_lengths is a list"),
+    (lambda: call(Q[:, :, 0], Q, Q), "Shape", "key has 4 heads, query has 2"),
+    (lambda: call(torch.tensor(1.0), Q, Q), "Shape", "at least 2"),
+    (lambda: call(Q, Q[..., :4], Q), "Shape", "k has head size 4, q has 8"),
+    (lambda: call(Q, Q, Q[:, :, :3]), "Shape", "v has 4 heads and 3 rows"),
+    (lambda: call(Q, Q[:, :2], Q[:, :2]), "Shape", "enable_gqa=True"),
+    (lambda: call(Q, Q[:, :3], Q[:, :3], enable_gqa=True), "Shape", "multiple of k's"),
+    (lambda: call(torch.randn(3, 4, 5, 8), Q, Q), "Shape", "do not fit together"),
+    (lambda: call(Q, Q.double(), Q), "Dtype", "k is f64, must be f32"),
+    (lambda: call(Q, Q, Q.half()), "Dtype", "v is f16, must be f32"),
+    (lambda: call(*[torch.ones(1, 1, 2, 2, dtype=torch.int64)] * 3), "Dtype", "q is i64"),
+    (lambda: call(*[torch.ones(1, 1, 2, 2, dtype=torch.complex64)] * 3), "Dtype", "know"),
+    (lambda: call(*[torch.ones(1, 1, 2, 2).to(torch.float8_e4m3fn)] * 3), "Dtype", "know"),
+    (lambda: call(*[torch.ones(1, 1, 2, 600)] * 3), "Shape", "head size of q is 600"),
+    (lambda: call(*[torch.ones(1, 1, 2, 0)] * 3), "Shape", "head size"),
+    (lambda: call(Q.to_sparse(), Q, Q), "Unsupported", "layout torch.sparse_coo"),
+    (lambda: call(Q, Q.to_mkldnn(), Q), "Unsupported", "layout torch._mkldnn"),
+    (lambda: call(torch.nested.nested_tensor([Q[0], Q[1]]), Q, Q), "Unsupported", "nested"),
+    (lambda: call(*[torch.quantize_per_tensor(Q, 0.1, 0, torch.qint8)] * 3), "Unsupported",
+     "query is quantized"),
+    (lambda: call(Q, Q.to("meta"), Q), "Argument", "key is on meta, query is on cpu"),
+    (lambda: call(attn_mask=torch.ones(5, 5, device="meta").bool()), "Argument", "is on meta"),
+    (lambda: call(Q[0], Q[0], Q[0], cu_seqlens_q=torch.tensor([0, 4])), "Argument", "max_seqlen_q"),
+    (lambda: call(Q[0], Q[0], Q[0], cu_seqlens_q=torch.tensor([0, 4]), max_seqlen_q=4,
+                  max_seqlen_k=4), "Argument", "without the other"),
+    (lambda: call(*[Q[0]] * 3, cu_seqlens_q=torch.tensor([0, 9]), max_seqlen_q=9, max_seqlen_k=4,
+                  cu_seqlens_k=torch.tensor([0, 4])), "Argument", "cu_seqlens_q[1] is 9"),
+    (lambda: call(*[Q[0]] * 3, cu_seqlens_q=torch.tensor([0, 4]), max_seqlen_q=2, max_seqlen_k=4,
+                  cu_seqlens_k=torch.tensor([0, 4])), "Argument", "max_t says 2"),
+    (lambda: call(*[Q] * 3, cu_seqlens_q=torch.tensor([0, 4]), max_seqlen_q=4, max_seqlen_k=4,
+                  cu_seqlens_k=torch.tensor([0, 4])), "Shape", "packed"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: CASES[i][2][:40])
+@pytest.mark.parametrize("recording", [True, False])
+def test_misuse(case, recording):
+    do, kind, sentence = CASES[case]
+    with torch.set_grad_enabled(recording), pytest.raises(Exception) as caught:
+        do()
+    assert type(caught.value) is getattr(_library, kind + "Error"), repr(caught.value)
+    assert isinstance(caught.value, orchard.OrchardError)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_errors_after_requires_grad_are_the_same():
+    q = Q.clone().requires_grad_()
+    with pytest.raises(_library.DtypeError, match="k is f64, must be f32"):
+        attention(q, Q.double(), Q)
+
+
+def test_other_devices_are_named():
+    with pytest.raises(_library.UnsupportedError, match="device cuda"):
+        ops.kernel_for("cuda")
+
+
+def test_meta_tensors_have_shapes():
+    q = Q.to("meta")
+    out, lse = attention(q, q, q, is_causal=True, return_lse=True)
+    assert out.is_meta and out.shape == Q.shape and out.transpose(1, 2).is_contiguous()
+    assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+
+
+def test_raising_leaks_nothing():
+    """400 refused calls with operands of 1 and 2 MiB: leaked handles would keep them alive."""
+    import resource
+    before = None
+    for i in range(400):
+        big = torch.zeros(1, 4, 1024, 64)
+        with pytest.raises(_library.DtypeError):
+            attention(big, big.double(), big)
+        del big
+        if i == 50:
+            gc.collect()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
+
+
+def test_direct_op_calls_say_the_same():
+    with pytest.raises(Exception, match="q has rank 2"):
+        ops.forward(Q[0, 0], Q, Q, *(None,) * 8, 0, 0, None, False, False, -1, -1, 0.0, 0.0)
+    out, lse = ops.forward(Q, Q, Q, *(None,) * 8, 0, 0, None, False, False, -1, -1, 0.0, 0.0)
+    with pytest.raises(Exception, match="no gradient is asked for"):
+        ops.backward(0, out, None, out, lse, Q, Q, Q, *(None,) * 8, 0, 0, None, False, False, -1,
+                     -1, 0.0, 0.0)

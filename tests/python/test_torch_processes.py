@@ -1,0 +1,202 @@
+"""Threads, forks and ranks: torch's own threads do the work, and every process model goes on."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch.utils.data import DataLoader, Dataset
+
+from orchard.torch import scaled_dot_product_attention as attention
+from orchard.torch import threads
+
+
+def step(seed=0, length=130):
+    generator = torch.Generator().manual_seed(seed)
+    leaves = [torch.randn(2, 4, length, 16, generator=generator).requires_grad_()
+              for _ in range(3)]
+    out = attention(*leaves, is_causal=True)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def test_work_runs_on_torchs_threads():
+    """torch_parallel_for is found, and a call makes no threads beside torch's."""
+    assert threads.parallel_for, "torch 2.10 and later export it"
+    code = ("import os, torch, orchard.torch as o\n"
+            "torch.set_num_threads(3)\n"
+            "x = torch.randn(1, 8, 256, 64); torch.exp(torch.randn(1 << 20))\n"
+            "torch.mm(torch.randn(256, 256), torch.randn(256, 256))\n"
+            "before = set(os.listdir('/proc/self/task'))\n"
+            "o.scaled_dot_product_attention(x, x, x)\n"
+            "print(len(before), len(set(os.listdir('/proc/self/task')) - before))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    count, new = map(int, done.stdout.split())
+    assert count >= 3 and new == 0, done
+
+
+def test_many_threads_at_once():
+    expected = {seed: step(seed) for seed in range(4)}
+    wrong = []
+
+    def work(seed):
+        for _ in range(10):
+            if not same(step(seed), expected[seed]):
+                wrong.append(seed)
+
+    running = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(120)
+    assert not wrong and not any(t.is_alive() for t in running)
+
+
+def test_threads_come_and_go_without_leaving_memory():
+    """Each thread's context ends with it."""
+    def resident():
+        with open("/proc/self/statm", encoding="ascii") as line:
+            return int(line.read().split()[1]) * 4096
+
+    def round_of(count):
+        for _ in range(count):
+            thread = threading.Thread(target=step, args=(0, 40))
+            thread.start()
+            thread.join(60)
+
+    torch.set_num_threads(1)
+    try:
+        round_of(30)
+        before = resident()
+        round_of(200)
+        assert resident() - before < 16 * 2 ** 20
+    finally:
+        torch.set_num_threads(2)
+
+
+def test_set_num_threads_is_followed():
+    expected = step()
+    for count in (1, 3, 2):
+        torch.set_num_threads(count)
+        assert threads.context().threads == count
+        assert same(step(), expected)
+
+
+def in_child(work, seconds=60):
+    """Runs work() in a forked child; its exit status, None if it hung."""
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if work() else 1)
+        except BaseException:
+            os._exit(2)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_fork_with_torchs_pool_alive():
+    """There torch's own parallel operations hang; ours go on with Orchard's pool."""
+    torch.exp(torch.randn(1 << 20))
+    leaves = [torch.randn(2, 4, 130, 16) for _ in range(3)]
+    expected = attention(*leaves)
+    assert in_child(lambda: torch.equal(attention(*leaves), expected)) == 0
+    assert torch.equal(attention(*leaves), expected)
+
+
+class Attended(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return step(i, 40)[0]
+
+
+def test_dataloader_workers():
+    expected = [step(i, 40)[0] for i in range(6)]
+    for method in ("fork", "spawn"):
+        loader = DataLoader(Attended(), num_workers=2, batch_size=None,
+                            multiprocessing_context=method, timeout=120)
+        for found, wanted in zip(loader, expected):
+            assert torch.equal(found, wanted)
+
+
+def send(queue, leaves):
+    out = attention(*leaves)
+    queue.put(out.detach().sum().item())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_torch_multiprocessing(method):
+    context = mp.get_context(method)
+    queue = context.Queue()
+    leaves = [torch.randn(1, 2, 20, 8).share_memory_() for _ in range(3)]
+    children = [context.Process(target=send, args=(queue, leaves)) for _ in range(2)]
+    for child in children:
+        child.start()
+    found = [queue.get(timeout=120) for _ in children]
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+    assert found == [attention(*leaves).sum().item()] * 2
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(16, 48)
+        self.out = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
+        return self.out(attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def train(model, batches):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 10, 16, generator=generator) for _ in range(5)]
+
+
+def rank_main(rank, store, path):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+                                         world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(Block())
+    result = train(model, [batch[2 * rank:2 * rank + 2] for batch in data()])
+    if rank == 0:
+        torch.save(result, path)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+def test_two_ranks_train_as_one_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(rank_main, (str(tmp_path / "store"), str(tmp_path / "result.pt")), nprocs=2)
+    found = torch.load(tmp_path / "result.pt")
+    torch.manual_seed(0)
+    for a, b in zip(found, train(Block(), data())):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,237 @@
+"""Every known trap of torch 2.13 for such ops: each was seen to happen; none may happen here."""
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from orchard import _library
+from orchard.torch import autograd, ops
+from orchard.torch import scaled_dot_product_attention as attention
+
+
+def leaves(*shape, dtype=torch.float64):
+    return [torch.randn(*(shape or (1, 2, 5, 4)), dtype=dtype, requires_grad=True)
+            for _ in range(3)]
+
+
+def plain(q, k, v):
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+
+
+def test_func_grad_and_vjp():
+    q, k, v = (x.detach() for x in leaves())
+    found = torch.func.grad(lambda *x: attention(*x).square().sum(), argnums=(0, 1, 2))(q, k, v)
+    expected = torch.func.grad(lambda *x: plain(*x).square().sum(), argnums=(0, 1, 2))(q, k, v)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b)
+    out, pull = torch.func.vjp(attention, q, k, v)
+    for a, b in zip(pull(2 * out), expected):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("recording", [True, False])
+def test_forward_mode_raises_and_never_gives_zero(recording):
+    q, k, v = (x.detach() for x in leaves())
+    with torch.set_grad_enabled(recording):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            torch.func.jvp(attention, (q, k, v), (q, k, v))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            with forward_ad.dual_level():
+                attention(forward_ad.make_dual(q, q), k, v)
+
+
+def test_second_order_is_not_lost():
+    q, k, v = leaves()
+    results = []
+    for function in (attention, plain):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            first, = torch.autograd.grad(function(q, k, v).sum(), k, create_graph=True)
+            results.append(torch.autograd.grad(first.square().sum(), (q, k, v)))
+    for a, b in zip(*results):
+        assert a.abs().max() > 0
+        torch.testing.assert_close(a, b)
+
+
+def test_public_function_has_gradients_without_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensors = leaves()
+        attention(*tensors).sum().backward()
+    assert all(x.grad is not None for x in tensors)
+
+
+def test_seeds_reach_63_bits():
+    q = torch.randn(1, 1, 4, 4)
+    rest = (None,) * 7
+    numbers = (0, 0, None, False, False, -1, -1, 0.0, 0.5)
+    outs = [ops.forward(q, q, q, *rest, torch.tensor(seed), *numbers)[0]
+            for seed in (0, 1, 2 ** 32, 2 ** 62, 2 ** 63 - 1)]
+    assert len({tuple(x.flatten().tolist()) for x in outs}) == len(outs)
+
+
+def test_outputs_are_fresh():
+    q, k, v = (x.detach() for x in leaves())
+    out, lse = attention(q, k, v, return_lse=True)
+    grads = ops.backward(7, out, None, out, lse, q, k, v, *(None,) * 8, 0, 0, None, False, False,
+                         -1, -1, 0.0, 0.0)
+    storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *grads[:3])]
+    assert len(set(storages)) == len(storages)
+
+
+def test_gradients_of_any_stride():
+    """sum().backward() brings strides of 0; a transposed use brings (1, n)."""
+    q, k, v = leaves()
+    ones = torch.autograd.grad(attention(q, k, v), (q, k, v), torch.ones(1, 2, 5, 4).double())
+    spread = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+    weight = torch.randn(4, 5, dtype=torch.float64)
+    turned = torch.autograd.grad((attention(q, k, v).mT * weight).sum(), (q, k, v))
+    expected = torch.autograd.grad((plain(q, k, v).mT * weight).sum(), (q, k, v))
+    for a, b, c, d in zip(ones, spread, turned, expected):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(c, d)
+
+
+def test_arguments_equal_to_zero_reach_the_kernel():
+    """Defaults in a schema are dropped before a Python kernel: the schemas have none."""
+    for op in (ops.forward, ops.backward):
+        assert not any(a.has_default_value() for a in op._schema.arguments)
+    q, k, v = (x.detach() for x in leaves())
+    torch.testing.assert_close(attention(q, k, v, scale=0.0),
+                               v.mean(2, keepdim=True).expand_as(q))
+
+
+def test_autocast_takes_the_dtype_asked_for():
+    q, k, v = leaves(dtype=torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            out = attention(q, k, v)
+        assert out.dtype == dtype
+        for x, gradient in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v))):
+            assert gradient.dtype == torch.float32 and gradient.shape == x.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(*(x.double() for x in (q, k, v))).dtype == torch.float64
+        with torch.autocast("cpu", enabled=False):
+            assert attention(q, k, v).dtype == torch.float32
+
+
+def test_library_stays_referenced():
+    gc.collect()
+    assert ops.library is not None and attention(*leaves()).shape == (1, 2, 5, 4)
+
+
+def test_another_fragment_may_use_the_namespace():
+    other = torch.library.Library("orchard", "FRAGMENT")
+    other.define("test_fragment(Tensor x) -> Tensor")
+    other.impl("test_fragment", lambda x: x + 1, "CPU")
+    assert torch.ops.orchard.test_fragment(torch.zeros(1)).item() == 1
+    assert attention(*leaves()).shape == (1, 2, 5, 4)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(8, 24)
+        self.attention = attention
+        self.op = ops.forward
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
+        return self.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def test_modules_copy_and_pickle(tmp_path):
+    block, x = Block(), torch.randn(2, 5, 8)
+    expected = block(x)
+    assert torch.equal(copy.deepcopy(block)(x), expected)
+    del block.op  # torch's OpOverload copies, but does not pickle
+    assert torch.equal(pickle.loads(pickle.dumps(block))(x), expected)
+    torch.save(block, tmp_path / "block.pt")
+    assert torch.equal(torch.load(tmp_path / "block.pt", weights_only=False)(x), expected)
+    torch.save(block.state_dict(), tmp_path / "state.pt")
+    other = Block()
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(other(x), expected)
+
+
+def test_vmap_has_a_rule():
+    q, k, v = (x.detach() for x in leaves(3, 1, 2, 5, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a slow loop warns
+        found = torch.vmap(attention)(q, k, v)
+        with torch.no_grad():
+            also = torch.vmap(attention)(q, k, v)
+    expected = torch.stack([attention(*x) for x in zip(q, k, v)])
+    assert torch.equal(found, expected) and torch.equal(also, expected)
+
+
+def test_alibi_with_gradient_is_refused_not_lost():
+    slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(_library.UnsupportedError, match="alibi_slopes requires a gradient"):
+        attention(*leaves(), alibi_slopes=slopes)
+    with torch.no_grad():
+        attention(*leaves(), alibi_slopes=slopes)
+
+
+def test_saved_tensors_are_checked_for_changes():
+    q, k, v = leaves()
+    scaled = q * 2
+    out = attention(scaled, k, v)
+    with torch.no_grad():
+        scaled.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_classes_take_what_torch_func_demands():
+    assert autograd.Attention.generate_vmap_rule is False
+    assert not hasattr(autograd.AttentionFast, "vmap") or \
+        autograd.AttentionFast.vmap is torch.autograd.Function.vmap
+
+
+def run(code, **environment):
+    import os
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, **environment})
+
+
+def test_without_torch_one_sentence():
+    done = run("import sys; sys.modules['torch'] = None\n"
+               "try:\n    import orchard.torch\n"
+               "except ImportError as e:\n    print(type(e).__name__, e)")
+    assert done.stdout.startswith("ImportError orchard.torch needs PyTorch 2."), done
+
+
+def test_old_torch_one_sentence():
+    done = run("import sys, types; t = types.ModuleType('torch'); t.__version__ = '2.1.0+cpu'\n"
+               "sys.modules['torch'] = t\n"
+               "try:\n    import orchard.torch\n"
+               "except ImportError as e:\n    print(e)")
+    assert "or later, this is 2.1.0+cpu" in done.stdout, done
+    assert done.stdout.count("\n") == 1
+
+
+CALL = ("import torch, orchard.torch as o, orchard.torch.cpu as c\n"
+        "torch.manual_seed(0)\n"
+        "x = [torch.randn(2, 3, 33, 16, requires_grad=True) for _ in range(3)]\n"
+        "y = o.scaled_dot_product_attention(*x, is_causal=True, dropout_p=0.2)\n"
+        "g = torch.autograd.grad(y.square().sum(), x)\n"
+        "import hashlib; h = hashlib.sha256()\n"
+        "[h.update(z.detach().contiguous().numpy().tobytes()) for z in (y, *g)]\n"
+        "print(c.kernel(), c.why_not, h.hexdigest())")
+
+
+def test_python_kernel_gives_the_same_bits():
+    """Where the C kernel cannot be had (an older torch, a missing file), Python's takes over."""
+    chosen = run(CALL).stdout.split()
+    python = run(CALL, ORCHARD_TORCH_KERNEL="python").stdout.split()
+    absent = run(CALL, ORCHARD_TORCH_LIBRARY="/nonexistent/liborchard_torch.so").stdout.split()
+    assert python[0] == absent[0] == "python" and "/nonexistent" in " ".join(absent)
+    assert chosen[-1] == python[-1] == absent[-1]
