@@ -49,6 +49,9 @@ def export(op: str, name: str, array: Any) -> Export:
                 f"{op}: {name} is a torch tensor that requires grad, and orchard.{op} records no "
                 "gradients: call orchard.torch.scaled_dot_product_attention, or pass "
                 f"{name}.detach()")
+        if array.is_neg():  # its memory holds the opposite of its values, and DLPack does not tell
+            raise LayoutError(f"{op}: {name} is a negated view of other memory: pass "
+                              f"{name}.resolve_neg()")
         return _dlpack.export(op, name, array)
     if isinstance(array, Array):
         return array._export()

@@ -319,6 +319,8 @@ def test_torch_tensors_that_are_refused():
         orchard.attention_forward(q, q.to("meta"), q)
     with pytest.raises(orchard.ArgumentError, match="v cannot be read through DLPack"):
         orchard.attention_forward(q, q, q.to_sparse())
+    with pytest.raises(orchard.LayoutError, match=r"q is a negated view.*q.resolve_neg\(\)"):
+        orchard.attention_forward(torch._neg_view(q), q, q)
 
 
 def test_torch_memory_is_shared_not_copied():
