@@ -29,7 +29,8 @@ class Block(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(),
+                                 nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -72,7 +73,8 @@ def text() -> Tensor:
                             dtype=torch.uint8).long()
 
 
-def train(data: Tensor, options: argparse.Namespace, dropout: float) -> Tuple[TinyGPT, float, float]:
+def train(data: Tensor, options: argparse.Namespace,
+          dropout: float) -> Tuple[TinyGPT, float, float]:
     """The model, the mean loss of the last tenth of the steps, and the seconds it took."""
     torch.manual_seed(options.seed)
     model = TinyGPT(options.context, options.width, options.heads, options.layers, dropout)

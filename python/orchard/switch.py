@@ -163,6 +163,11 @@ def _count(what: str) -> None:
         _counts[what] = _counts.get(what, 0) + 1
 
 
+def _grouped(enable_gqa: bool) -> Dict[str, bool]:
+    # torch 2.4 does not know the argument.
+    return {"enable_gqa": enable_gqa} if enable_gqa else {}
+
+
 def _with_causal_bias(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa):
     """A CausalBias mask: lower right by our alignment, all else as CausalBias itself does it."""
     if (bias.variant == CausalVariant.LOWER_RIGHT and bias.seq_len_q != bias.seq_len_kv
@@ -175,7 +180,8 @@ def _with_causal_bias(query, key, value, bias, dropout_p, is_causal, scale, enab
             query, key, value, None, dropout_p, True, scale, enable_gqa,
             causal_alignment="bottom_right")
     # Comes back here with is_causal or a plain mask instead of the bias.
-    return CausalBias._dispatch(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
+    return CausalBias._dispatch(query, key, value, bias, dropout_p, is_causal, scale,
+                                **_grouped(enable_gqa))
 
 
 def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
@@ -187,7 +193,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     """
     if not _on:
         return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                         enable_gqa=enable_gqa)
+                         **_grouped(enable_gqa))
     if CausalBias is not None and isinstance(attn_mask, CausalBias):
         return _with_causal_bias(query, key, value, attn_mask, dropout_p, is_causal, scale,
                                  enable_gqa)
@@ -199,7 +205,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
         return _orchard_torch.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                     enable_gqa=enable_gqa)
+                     **_grouped(enable_gqa))
 
 
 # ---- On and off ----------------------------------------------------------------------------------

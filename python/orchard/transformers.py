@@ -22,17 +22,27 @@ the last form can cost memory of T x S, and only where a model's mask is none of
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (bidirectional_mask_function, causal_mask_function,
-                                        sdpa_mask)
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import (bidirectional_mask_function, causal_mask_function,
+                                            sdpa_mask)
+except ImportError as _why:
+    raise ImportError("orchard.transformers needs Transformers with its mask interface (5.22 is "
+                      f"tested), which cannot be imported: {_why}") from None
 
 from . import torch as _orchard_torch
 from ._library import ArgumentError, UnsupportedError
 from .reports import report
+
+if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+    raise ImportError("orchard.transformers needs a newer Transformers (5.22 is tested): this one "
+                      "does not tell mask functions where the queries stand (q_offset)")
 
 Tensor = torch.Tensor
 NAME = "orchard"

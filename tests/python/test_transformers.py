@@ -1,6 +1,8 @@
 """attn_implementation="orchard" against "eager", on tiny models with random weights."""
 
 import copy
+import importlib
+import sys
 
 import pytest
 import torch
@@ -310,14 +312,20 @@ def test_t5_with_the_gradient_of_its_position_bias(watch):
 
 # ---- Compiled ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("side", ["left", None])
-def test_compiled_whole(side):
+def test_compiled_whole():
+    """No graph breaks, with a padding mask and without any."""
     torch._dynamo.reset()
-    eager, ours = pair("mistral")
+    torch.manual_seed(3)
+    eager = T.MistralForCausalLM(T.MistralConfig(**dict(LLAMA, num_hidden_layers=1),
+                                                 sliding_window=6)).eval()
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("orchard")
     ids = tokens(3, 14)
-    keys = None if side is None else padding(side)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    same(logits(eager, ids, attention_mask=keys), logits(compiled, ids, attention_mask=keys), keys)
+    for keys in (padding("left"), None):
+        same(logits(eager, ids, attention_mask=keys), logits(compiled, ids, attention_mask=keys),
+             keys)
 
 
 # ---- Custom masks, refusals, switching -----------------------------------------------------------
@@ -353,6 +361,18 @@ def test_packing_and_padding_together_are_refused():
         with pytest.raises(OrchardError, match="together with padding"):
             logits(ours, tokens(3, 14)[1:2], attention_mask=padding(side)[1:2],
                    cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+
+
+def test_a_transformers_that_is_missing_or_too_old(monkeypatch):
+    monkeypatch.delitem(sys.modules, "orchard.transformers")
+    with monkeypatch.context() as now:
+        now.setattr("transformers.masking_utils.sdpa_mask", lambda batch_size, cache_position: None)
+        with pytest.raises(ImportError, match="newer Transformers"):
+            importlib.import_module("orchard.transformers")
+    with monkeypatch.context() as now:
+        now.setitem(sys.modules, "transformers", None)
+        with pytest.raises(ImportError, match="needs Transformers with its mask interface"):
+            importlib.import_module("orchard.transformers")
 
 
 def test_there_and_back():
