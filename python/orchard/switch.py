@@ -1,0 +1,419 @@
+"""The switch: F.scaled_dot_product_attention computed by Orchard, in code that does not know it.
+
+    with orchard.enable():
+        train(model)            # or: orchard.enable() ... orchard.disable()
+
+While the switch is on, for all threads, these are replaced and afterwards put back, object by
+object (`orchard.active()` lists them):
+
+    torch.nn.functional.scaled_dot_product_attention     also found there by nn.MultiheadAttention
+    every module-level name in sys.modules bound to it   `from torch.nn.functional import ...`
+    CausalBias.__torch_function__                        it compares the function with the first
+    torch.backends.mha's fast path: off                  it would skip the function in eval mode
+
+A call that Orchard serves is torch's in everything but the kernel. Every other call (nested
+tensors, other devices, sdpa_kernel(MATH), what torch refuses ...) goes to the original function
+untouched, and `orchard.switch.counts()` tells how many, by reason. docs/pytorch.md tells what is
+not reached.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import types
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+from . import torch as _orchard_torch
+from ._library import UnsupportedError
+
+try:
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+except ImportError:  # a torch without biases has none to be confused by
+    CausalBias = CausalVariant = None  # type: ignore[assignment,misc]
+
+NAME = "scaled_dot_product_attention"
+BUILTIN: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
+SERVED = "served by Orchard"
+
+# The last two are what torch.compile calls multi_head_attention_forward with.
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DEVICES = ("cpu", "mps")
+_LARGEST_HEAD = 512
+
+# Private names of torch, each with a harmless stand-in where a torch lacks it.
+_functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 0)
+_mode_at = getattr(torch._C, "_get_function_stack_at", None)
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+# ---- What can be served --------------------------------------------------------------------------
+
+def _transforms_refused() -> bool:
+    """Whether torch.func is at work with more than grad and vmap, which Orchard follows."""
+    try:
+        kinds = [str(one.key()) for one in torch._C._functorch.get_interpreter_stack()]
+    except AttributeError:
+        return True
+    return any(not kind.endswith(("Grad", "Vmap")) for kind in kinds)
+
+
+def _why_not_now() -> Optional[str]:
+    """What forbids any call at this moment, whatever its tensors."""
+    if torch.compiler.is_compiling():
+        return "torch.export, whose programs must run anywhere" if _exporting() else None
+    if _functorch_active() and _transforms_refused():
+        return "torch.func transforms other than grad and vmap"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if torch.jit.is_tracing():
+        return "torch.jit tracing"
+    for at in range(_modes()):
+        if _mode_at is None or type(_mode_at(at)) is not DeviceContext:
+            return "a TorchFunctionMode that should see the call"
+    return None
+
+
+def _why_not_mask(mask: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool,
+                  autocast: bool) -> Optional[str]:
+    if type(mask) not in _PLAIN:
+        return "a tensor subclass, or no tensor"
+    if is_causal:
+        return "attn_mask together with is_causal, which torch refuses"
+    if mask.is_nested or mask.layout is not torch.strided or mask.device != query.device:
+        return "an attn_mask that is nested, not strided or on another device"
+    if mask.dtype is not torch.bool and mask.dtype is not query.dtype and not (
+            mask.is_floating_point() and (autocast or mask.dtype is torch.float32)
+            and torch.float64 not in (query.dtype, mask.dtype)):
+        return "an attn_mask of a dtype that does not fit the query"
+    full = (*query.shape[:-1], key.shape[-2])
+    rank = mask.dim()
+    if rank < 2 or rank > len(full):
+        return "an attn_mask that does not broadcast"
+    for have, want in zip(mask.shape, full[len(full) - rank:]):
+        if have != want and have != 1:
+            return "an attn_mask that does not broadcast"
+    return None
+
+
+def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout_p: Any, is_causal: Any,
+             scale: Any, enable_gqa: Any) -> Optional[str]:
+    """Why this call must go to the original, in a few words; None where Orchard serves it."""
+    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+        return "a tensor subclass, or no tensor"
+    device = query.device
+    if device.type not in _DEVICES or key.device != device or value.device != device:
+        return "a device that Orchard does not serve"
+    if query.is_nested or key.is_nested or value.is_nested:
+        return "a nested tensor"
+    if not (query.layout is key.layout is value.layout is torch.strided):
+        return "a tensor that is not strided"
+    dtype = query.dtype
+    autocast = torch.is_autocast_enabled(device.type)
+    if dtype not in _DTYPES or key.dtype not in _DTYPES or value.dtype not in _DTYPES or (
+            not autocast and not (dtype is key.dtype is value.dtype)):
+        return "a dtype that Orchard lacks, or dtypes that differ"
+    if autocast and torch.float64 in (dtype, key.dtype, value.dtype):
+        return "float64 under autocast"
+    if not torch._C._get_flash_sdp_enabled():
+        return "sdpa_kernel without FLASH_ATTENTION"
+    refusal = _why_not_now()
+    if refusal is not None:
+        return refusal
+    rank = query.dim()
+    if rank < 3 or key.dim() != rank or value.dim() != rank:
+        return "shapes that differ in rank, or have no head dimension"
+    if query.numel() == 0 or key.numel() == 0 or value.numel() == 0:
+        return "an empty tensor"
+    heads, key_heads = query.shape[-3], key.shape[-3]
+    if (query.shape[:-3] != key.shape[:-3] or key.shape[:-1] != value.shape[:-1]
+            or query.shape[-1] != key.shape[-1]
+            or (heads != key_heads and (not enable_gqa or rank < 4 or heads % key_heads != 0))):
+        return "shapes that torch broadcasts or refuses"
+    if query.shape[-1] > _LARGEST_HEAD or value.shape[-1] > _LARGEST_HEAD:
+        return f"a head size above {_LARGEST_HEAD}"
+    if not isinstance(dropout_p, (int, float, torch.SymFloat)) or not 0 <= dropout_p <= 1:
+        return "a dropout_p that torch refuses"
+    if scale is not None and (not isinstance(scale, (int, float, torch.SymFloat))
+                              or not math.isfinite(scale)):
+        return "a scale that is not a finite number"
+    return None if mask is None else _why_not_mask(mask, query, key, is_causal, autocast)
+
+
+# ---- The function in its place -------------------------------------------------------------------
+
+_on = False
+_original: Callable[..., torch.Tensor] = BUILTIN
+_counts: Dict[str, int] = {}
+_counts_lock = threading.Lock()
+
+
+def _count(what: str) -> None:
+    with _counts_lock:
+        _counts[what] = _counts.get(what, 0) + 1
+
+
+def _grouped(enable_gqa: bool) -> Dict[str, bool]:
+    # torch 2.4 does not know the argument.
+    return {"enable_gqa": enable_gqa} if enable_gqa else {}
+
+
+def _with_causal_bias(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa):
+    """A CausalBias mask: lower right by our alignment, all else as CausalBias itself does it."""
+    if (bias.variant == CausalVariant.LOWER_RIGHT and bias.seq_len_q != bias.seq_len_kv
+            and not is_causal
+            and _why_not(query, key, value, None, dropout_p, False, scale, enable_gqa) is None
+            and (bias.seq_len_q, bias.seq_len_kv) == (query.shape[-2], key.shape[-2])):
+        if not torch.compiler.is_compiling():
+            _count(SERVED)
+        return _orchard_torch.scaled_dot_product_attention(
+            query, key, value, None, dropout_p, True, scale, enable_gqa,
+            causal_alignment="bottom_right")
+    # Comes back here with is_causal or a plain mask instead of the bias.
+    return CausalBias._dispatch(query, key, value, bias, dropout_p, is_causal, scale,
+                                **_grouped(enable_gqa))
+
+
+def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
+                                 *, scale=None, enable_gqa=False):
+    """torch.nn.functional.scaled_dot_product_attention, computed by Orchard where it can be.
+
+    What stands in the original's place while the switch is on. A name that was bound to it
+    meanwhile still works after `disable()`: it is then the original with one more call.
+    """
+    if not _on:
+        return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                         **_grouped(enable_gqa))
+    if CausalBias is not None and isinstance(attn_mask, CausalBias):
+        return _with_causal_bias(query, key, value, attn_mask, dropout_p, is_causal, scale,
+                                 enable_gqa)
+    refusal = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    # A compiled graph runs without us: counting in it would count traces, not calls.
+    if not torch.compiler.is_compiling():
+        _count(SERVED if refusal is None else refusal)
+    if refusal is None:
+        return _orchard_torch.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                     **_grouped(enable_gqa))
+
+
+# ---- On and off ----------------------------------------------------------------------------------
+
+class _Replaced(NamedTuple):
+    """A name that was given another object: where, and what it was."""
+    place: str
+    names: Dict[str, Any]
+    name: str
+    before: Any
+
+
+_lock = threading.RLock()
+_handles: Set["Handle"] = set()
+_replaced: List[_Replaced] = []  # other modules' names; torch.nn.functional's own is not in it
+_bias_before: Any = None
+_fastpath_before = True
+
+
+def _holders(wanted: Any) -> Iterator[_Replaced]:
+    """Every module-level name bound to `wanted`, outside torch and this module."""
+    seen: Set[int] = set()
+    for place, module in list(sys.modules.items()):
+        # torch's own modules compare with their objects, so nothing is touched there.
+        if (not isinstance(module, types.ModuleType) or place == __name__
+                or place.partition(".")[0] == "torch"):
+            continue
+        names = types.ModuleType.__getattribute__(module, "__dict__")
+        if id(names) in seen:  # one module may have two names, as __main__ can
+            continue
+        seen.add(id(names))
+        # By id and not by ==, which a module's arrays and tensors answer with arrays and tensors.
+        if id(wanted) in map(id, list(names.values())):
+            for name, value in list(names.items()):
+                if value is wanted:
+                    yield _Replaced(place, names, name, wanted)
+
+
+def _replace_names() -> None:
+    for one in list(_holders(_original)):
+        one.names[one.name] = scaled_dot_product_attention
+        _replaced.append(one)
+
+
+def _restore_names() -> None:
+    for one in _replaced:
+        if one.names.get(one.name) is scaled_dot_product_attention:  # else: given anew since
+            one.names[one.name] = one.before
+    _replaced.clear()
+
+
+def _causal_bias_function(cls, func, types, args=(), kwargs=None):
+    # A name that the switch did not reach still calls the built-in, which CausalBias would not
+    # recognise now: it would be taken for an ordinary tensor and its mask be lost.
+    if func is BUILTIN or func is _original:
+        return scaled_dot_product_attention(*args, **(kwargs or {}))
+    return _bias_before.__func__(cls, func, types, args, kwargs)
+
+
+def _turn_on() -> None:
+    global _on, _original, _bias_before, _fastpath_before
+    present = F.scaled_dot_product_attention
+    _original = BUILTIN if present is scaled_dot_product_attention else present
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    if CausalBias is not None:
+        _bias_before = vars(CausalBias)["__torch_function__"]
+        CausalBias.__torch_function__ = classmethod(_causal_bias_function)
+    _fastpath_before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    _on = True
+
+
+def _turn_off() -> None:
+    global _on
+    _on = False
+    if F.scaled_dot_product_attention is scaled_dot_product_attention:  # else: another's wrapper
+        F.scaled_dot_product_attention = _original
+    if CausalBias is not None:
+        CausalBias.__torch_function__ = _bias_before
+    if not torch.backends.mha.get_fastpath_enabled():
+        torch.backends.mha.set_fastpath_enabled(_fastpath_before)
+    for one in list(_holders(scaled_dot_product_attention)):  # imported while the switch was on
+        one.names[one.name] = _original
+
+
+class Handle:
+    """One `enable()`: undone by leaving its `with` block or by `remove()`, once."""
+
+    def __init__(self, imported_names: bool) -> None:
+        self.imported_names = imported_names
+
+    def remove(self) -> None:
+        """Undoes this enable and no other; a second time does nothing."""
+        with _lock:
+            if self in _handles:
+                _handles.remove(self)
+                _settle()
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def _settle() -> None:
+    """Makes what is replaced agree with the handles that are left."""
+    names = any(one.imported_names for one in _handles)
+    if _handles and not _on:
+        _turn_on()
+    if names and not _replaced:
+        _replace_names()
+    if not names:
+        _restore_names()
+    if not _handles and _on:
+        _turn_off()
+
+
+def enable(imported_names: bool = True) -> Handle:
+    """Computes supported calls of F.scaled_dot_product_attention by Orchard, in all threads.
+
+    As a context manager it ends with the block; otherwise `disable()` ends it. May be nested: the
+    switch is off when every block is left. imported_names=False leaves alone what other modules
+    bound to the function before, as `torch_attention = F.scaled_dot_product_attention` does.
+    """
+    with _lock:
+        handle = Handle(imported_names)
+        _handles.add(handle)
+        _settle()
+        return handle
+
+
+def disable() -> None:
+    """Undoes every `enable()`: each function of torch is the original object again."""
+    with _lock:
+        _handles.clear()
+        _settle()
+
+
+def active() -> List[str]:
+    """What is replaced at the moment, as dotted names; empty while the switch is off."""
+    with _lock:
+        if not _handles:
+            return []
+        names = ["torch.nn.functional." + NAME]
+        names += [f"{one.place}.{one.name}" for one in _replaced]
+        if CausalBias is not None:
+            names.append("torch.nn.attention.bias.CausalBias.__torch_function__")
+        return names + ["torch.backends.mha.set_fastpath_enabled(False)"]
+
+
+def counts(reset: bool = False) -> Dict[str, int]:
+    """How many calls were "served by Orchard", and how many passed through, by reason.
+
+    Calls from compiled graphs do not come by here and are not counted; `orchard.report()` counts
+    what the library really ran.
+    """
+    with _counts_lock:
+        found = dict(_counts)
+        if reset:
+            _counts.clear()
+    return found
+
+
+# ---- metalcore's names ---------------------------------------------------------------------------
+
+def _refuse_others(verb: str, **others: bool) -> None:
+    wanted = [name for name, value in others.items() if value]
+    if wanted:
+        raise UnsupportedError(f"orchard: {', '.join(wanted)}: there is no such override yet, so "
+                               f"there is nothing to {verb}; Orchard overrides attention only")
+
+
+def enable_pytorch_overrides(activations: bool = False, embedding_bag: bool = False,
+                             normalization: bool = False, softmax: bool = False,
+                             linalg: bool = False, optimizers: bool = False, all: bool = False,
+                             verbose: bool = False, attention: bool = True) -> Optional[Handle]:
+    """`enable()` under metalcore's name. Overrides that Orchard does not have are refused."""
+    _refuse_others("enable", activations=activations, embedding_bag=embedding_bag,
+                   normalization=normalization, softmax=softmax, linalg=linalg,
+                   optimizers=optimizers, all=all)
+    handle = enable() if attention else None
+    if verbose:
+        print("orchard: " + (", ".join(active()) or "no overrides are active"))
+    return handle
+
+
+def disable_pytorch_overrides(activations: bool = False, embedding_bag: bool = False,
+                              normalization: bool = False, softmax: bool = False,
+                              linalg: bool = False, optimizers: bool = False, all: bool = True,
+                              verbose: bool = False, attention: bool = False) -> None:
+    """`disable()` under metalcore's name."""
+    _refuse_others("disable", activations=activations, embedding_bag=embedding_bag,
+                   normalization=normalization, softmax=softmax, linalg=linalg,
+                   optimizers=optimizers)
+    if all or attention:
+        disable()
+    if verbose:
+        print("orchard: " + (", ".join(active()) or "no overrides are active"))
+
+
+def get_active_overrides() -> List[str]:
+    """`active()` under metalcore's name."""
+    return active()
+
+
+try:  # TorchScript compiles Python functions it meets, and could not compile this one.
+    from torch.jit._builtins import _register_builtin
+    _register_builtin(scaled_dot_product_attention, "aten::" + NAME)
+except ImportError:
+    pass

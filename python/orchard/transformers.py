@@ -1,0 +1,410 @@
+"""Transformers: importing this module makes attn_implementation="orchard" a valid choice.
+
+    import orchard.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="orchard")
+    model.set_attn_implementation("orchard")        # or later; "sdpa" and "eager" lead back
+    orchard.transformers.doctor(model)              # what each layer does, and why
+
+Two functions are registered. `mask` is called once per forward and kind of layer, and says in as
+few numbers as possible who sees whom; `attention` is called by every layer and understands it:
+
+    None                                causal if the module is, aligned bottom-right
+    [B, 1, 1, 1+w]    int32, expanded   causal; batch element b has that many keys
+    [B, S, 1, 1+w]    uint8, expanded   causal; these keys count (padding on the left)
+    [1, n+1, 1, 1+w]  int32, expanded   causal within n packed sequences that begin there
+    [B, 1|H, 1|T, S]  bool or floating  this mask and nothing else
+
+The last dimension of the middle three is repeated without memory: its size carries the sliding
+window w (0: none) through models and compilers that pass masks on without looking. They have four
+dimensions because Transformers passes those on, and makes something of its own of all others. Only
+the last form can cost memory of T x S, and only where a model's mask is none of the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import (bidirectional_mask_function, causal_mask_function,
+                                            sdpa_mask)
+except ImportError as _why:
+    raise ImportError("orchard.transformers needs Transformers with its mask interface (5.22 is "
+                      f"tested), which cannot be imported: {_why}") from None
+
+from . import torch as _orchard_torch
+from ._library import ArgumentError, UnsupportedError
+from .reports import report
+
+if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+    raise ImportError("orchard.transformers needs a newer Transformers (5.22 is tested): this one "
+                      "does not tell mask functions where the queries stand (q_offset)")
+
+Tensor = torch.Tensor
+NAME = "orchard"
+
+
+# ---- What doctor() listens to --------------------------------------------------------------------
+
+class Call(NamedTuple):
+    """One attention call as doctor() saw it."""
+    module: torch.nn.Module
+    query: Tuple[int, ...]
+    key: Tuple[int, ...]
+    path: str
+    why: str
+    backend: str
+
+
+class _Listening(threading.local):
+    calls: Optional[List[Call]] = None
+    why: str = ""
+    whys: Dict[int, Tuple[Tensor, str]] = {}  # by the mask's id; the mask is kept so that it stays
+    ran: Dict[Tuple[str, str], int] = {}
+
+
+_listening = _Listening()
+
+
+def _because(why: str) -> None:
+    """Remembers why `mask` chose its form, for doctor()."""
+    if not torch.compiler.is_compiling():
+        _listening.why = why
+
+
+def _ran() -> Dict[Tuple[str, str], int]:
+    return {(line.op, line.backend): line.count for line in report() if line.reason is None}
+
+
+def _heard(module: torch.nn.Module, query: Tensor, key: Tensor, given: Optional[Tensor],
+           path: str) -> None:
+    now = _ran()
+    backends = [backend for (op, backend), count in now.items()
+                if op == "attention_forward" and count > _listening.ran.get((op, backend), 0)]
+    _listening.ran = now
+    why = "every key counts" if given is None else _listening.whys.get(
+        id(given), (given, "a mask that Orchard did not make"))[1]
+    _listening.calls.append(Call(module, tuple(query.shape), tuple(key.shape), path, why,
+                                 ", ".join(backends) or query.device.type))
+
+
+# ---- Masks ---------------------------------------------------------------------------------------
+
+def _cell(function: Any, name: str) -> Any:
+    """A variable that a function made by Transformers' mask factories remembers."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None or name not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index(name)].cell_contents
+
+
+def _packed(mask_function: Any, window: int) -> Optional[Tensor]:
+    """The sequence number of each token, if the mask is causal (and window) within sequences."""
+    parts = _cell(mask_function, "mask_functions")
+    if not isinstance(parts, tuple) or len(parts) != 2:
+        return None
+    base, overlay = parts
+    if window:
+        inside = _cell(base, "mask_functions")
+        plain = (isinstance(inside, tuple) and len(inside) == 2
+                 and _cell(inside[0], "sliding_window") == window
+                 and inside[1] is causal_mask_function)
+    else:
+        plain = base is causal_mask_function
+    return _cell(overlay, "packed_sequence_mask") if plain else None
+
+
+def _with_window(tensor: Tensor, window: int) -> Tensor:
+    """[B,N] numbers in a form of the middle three."""
+    return tensor[:, :, None, None].expand(-1, -1, 1, 1 + window)
+
+
+def _boundaries(sequence: Tensor, window: int) -> Tensor:
+    """[B,T] sequence numbers as the offsets where sequences begin, all rows in one line."""
+    batch, length = sequence.shape
+    first = torch.ones((batch, 1), dtype=torch.bool, device=sequence.device)
+    begins = torch.cat([first, sequence[:, 1:] != sequence[:, :-1]], dim=1).flatten()
+    ends = torch.tensor([batch * length], device=sequence.device)
+    return _with_window(torch.cat([begins.nonzero()[:, 0], ends]).to(torch.int32)[None], window)
+
+
+def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int) -> Optional[Tensor]:
+    """The shortest form for causal attention to the keys that count, keys [B, width] bool."""
+    exact = keys.shape[1] == kv_length
+    form = _with_window(keys.view(torch.uint8), window)
+    if torch.compiler.is_compiling():  # a compiled graph cannot look at values
+        return form
+    whole, right = torch.stack([keys.all(), (keys[:, :-1] >= keys[:, 1:]).all()]).tolist()
+    if whole and exact and window == 0:
+        return None
+    if exact and (whole or (right and q_length == kv_length)):
+        _because("no token is padding" if whole else "all padding is on the right")
+        return _with_window(keys.sum(1, dtype=torch.int32)[:, None], window)
+    _because("there is padding on the left or between" if not whole else
+             "the cache holds more keys than there are tokens")
+    return form
+
+
+def mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
+    """Transformers' mask interface: one of the forms above, the smallest that says enough."""
+    made = _mask(*args, **kwargs)
+    if made is not None and not torch.compiler.is_compiling() and _listening.calls is not None:
+        _listening.whys[id(made)] = (made, _listening.why)
+    return made
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
+          mask_function: Callable = causal_mask_function, attention_mask: Optional[Tensor] = None,
+          local_size: Optional[int] = None, allow_is_causal_skip: bool = True,
+          allow_is_bidirectional_skip: bool = False, config: Any = None, device: Any = "cpu",
+          **kwargs: Any) -> Optional[Tensor]:
+    compiling = torch.compiler.is_compiling()
+    window = 0
+    # Other overlays than the sliding window have a local size too.
+    causal = allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None
+    if local_size is not None:
+        causal = causal and local_size == getattr(config, "sliding_window", None)
+        if local_size < kv_length:
+            window = local_size
+    if not compiling and attention_mask is None and kv_length == q_length:
+        sequence = _packed(mask_function, local_size or 0)
+        if sequence is not None:
+            _because("position_ids start anew: packed sequences")
+            return _boundaries(sequence, window)
+    known = q_offset + q_length - kv_offset  # keys up to the last query: a tensor in static caches
+    if isinstance(known, Tensor) and not compiling:
+        known = int(known)
+    if causal and attention_mask is not None:
+        keys = attention_mask[:, kv_offset:kv_offset + kv_length]
+        if isinstance(known, Tensor) or keys.shape[1] == known:
+            return _key_mask(keys, q_length, kv_length, window)
+    elif causal:
+        if not isinstance(known, Tensor) and known == kv_length and window == 0:
+            return None
+        _because("no attention_mask was given" if kv_length == q_length else
+                 "the cache holds more keys than there are tokens")
+        lengths = torch.as_tensor(known, device=device).to(torch.int32).reshape(1, 1)
+        return _with_window(lengths.expand(batch_size, 1), window)
+    if mask_function is bidirectional_mask_function:
+        if attention_mask is None or (not compiling and bool(attention_mask.all())):
+            if allow_is_bidirectional_skip:
+                return None
+        elif attention_mask.shape[1] == kv_length:
+            _because("padding")
+            return attention_mask[:, None, None, :]
+    _because("a cache of fixed size, one token at a time" if q_length == 1 else
+             "this model's mask is not causal, window or padding alone")
+    return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+                     q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
+                     attention_mask=attention_mask, local_size=local_size,
+                     allow_is_causal_skip=False,
+                     allow_is_bidirectional_skip=allow_is_bidirectional_skip, device=device,
+                     **kwargs)
+
+
+# ---- Attention -----------------------------------------------------------------------------------
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[B,H,T,D] as [B*T,H,D]: a view where B is 1."""
+    return tensor[0].transpose(0, 1) if tensor.shape[0] == 1 else \
+        tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _described(attention_mask: Tensor) -> bool:
+    """Whether a mask is one of the middle three forms."""
+    return attention_mask.dtype in (torch.int32, torch.uint8)
+
+
+def _options(attention_mask: Optional[Tensor], length: int, keys: int) -> Dict[str, Any]:
+    """The arguments of our function that a mask stands for; "crop": how many keys there are."""
+    if attention_mask is None:
+        return {"causal_alignment": "bottom_right"}
+    if attention_mask.dim() != 4:
+        raise ArgumentError(f"orchard.transformers: attention_mask has {attention_mask.dim()} "
+                            'dimensions, must have 4 as all masks that are made for "orchard"; '
+                            "pass it to the model, not to the attention")
+    if not _described(attention_mask):
+        return {"attn_mask": attention_mask}
+    found: Dict[str, Any] = {"causal_alignment": "bottom_right"}
+    window = attention_mask.shape[3] - 1
+    if window > 0:
+        found["window"] = (window - 1, -1)
+    said = attention_mask[:, :, 0, 0]
+    if said.dtype == torch.uint8:
+        found["crop"] = said.shape[1]
+        found["attn_mask"] = said.view(torch.bool)[:, None, None, :]
+    elif said.shape[1] == 1:
+        found["key_lengths"] = said[:, 0]
+        if length == keys:  # padding on the right: queries keep their places
+            found["causal_alignment"] = "top_left"
+    else:
+        found["cu_seqlens_q"] = found["cu_seqlens_k"] = said[0]
+        found["max_seqlen_q"] = found["max_seqlen_k"] = length
+    return found
+
+
+def _path(options: Dict[str, Any], causal: bool) -> str:
+    """One line on how a call is made, for doctor()."""
+    words = ["causal" if causal else "bidirectional"]
+    given = options.get("attn_mask")
+    if "window" in options:
+        words.append(f"window {options['window'][0] + 1}")
+    if "cu_seqlens_q" in options:
+        words.append(f"{options['cu_seqlens_q'].shape[0] - 1} packed sequences")
+    if "key_lengths" in options:
+        words.append("key lengths")
+    for name in ("softcap", "sinks"):
+        if options.get(name) is not None:
+            words.append(name)
+    if options.get("bias") is not None:
+        words.append(f"bias {list(options['bias'].shape)}")
+    if given is None:
+        words.append("no mask")
+    elif given.shape[2] == 1:
+        words.append(f"key mask {list(given.shape)}")
+    else:
+        words[0] = f"mask {list(given.shape)} in memory"
+    return ", ".join(words)
+
+
+def _check_unpadded(options: Dict[str, Any], keys: int) -> None:
+    """Takes what says no more than "every key" out of the options; refuses what says less."""
+    lengths = options.pop("key_lengths", None)
+    if "attn_mask" in options or (lengths is not None and not torch.compiler.is_compiling()
+                                  and bool((lengths < keys).any())):
+        raise ArgumentError("orchard.transformers: cu_seq_lens_q came together with padding; a "
+                            "packed batch has none, so leave attention_mask out")
+
+
+def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+              attention_mask: Optional[Tensor], dropout: float = 0.0,
+              scaling: Optional[float] = None, is_causal: Optional[bool] = None,
+              position_bias: Optional[Tensor] = None, softcap: Optional[float] = None,
+              s_aux: Optional[Tensor] = None, cu_seq_lens_q: Optional[Tensor] = None,
+              cu_seq_lens_k: Optional[Tensor] = None, max_length_q: Optional[int] = None,
+              max_length_k: Optional[int] = None, cache: Any = None,
+              **kwargs: Any) -> Tuple[Tensor, None]:
+    """Transformers' attention interface. query [B,H,T,D], key, value [B,G,S,D]; out [B,T,H,D].
+
+    `sliding_window` is not looked at: the mask carries the window, also for models that do not pass
+    it on.
+    """
+    if cache is not None:
+        raise UnsupportedError("orchard.transformers: continuous batching hands over a paged cache "
+                               '(cache=...), which "orchard" does not read; use "sdpa"')
+    length, keys = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options = _options(attention_mask, length, keys)
+    if attention_mask is not None:
+        causal = _described(attention_mask)
+    if cu_seq_lens_q is not None and (attention_mask is None or causal):
+        _check_unpadded(options, keys)
+        options.update(cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k,
+                       max_seqlen_q=length if max_length_q is None else max_length_q,
+                       max_seqlen_k=keys if max_length_k is None else max_length_k)
+    crop = options.pop("crop", keys)
+    if crop < keys:
+        key, value = key[:, :, :crop], value[:, :, :crop]
+        position_bias = None if position_bias is None else position_bias[..., :crop]
+    options.update(bias=position_bias, softcap=softcap, sinks=s_aux)
+    given = options.pop("attn_mask", None)
+    if given is not None and given.dtype != torch.bool and position_bias is not None:
+        options["bias"], given = position_bias + given, None  # both additive
+    if "cu_seqlens_q" in options:
+        call = (_rows(query), _rows(key), _rows(value))
+        if query.shape[0] > 1 and position_bias is not None and position_bias.shape[0] > 1:
+            raise UnsupportedError("orchard.transformers: packed sequences in several rows with a "
+                                   "position bias of their own; pack them into one row")
+    else:
+        call = (query, key, value)
+    out = _orchard_torch.scaled_dot_product_attention(
+        *call, given, dropout, causal, scaling, query.shape[1] != key.shape[1], **options)
+    if _listening.calls is not None and not torch.compiler.is_compiling():
+        _heard(module, query, key, attention_mask, _path({**options, "attn_mask": given}, causal))
+    if "cu_seqlens_q" in options:
+        return out.view(query.shape[0], length, *out.shape[1:]), None
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
+
+
+# ---- doctor --------------------------------------------------------------------------------------
+
+def _probes(model: Any) -> Dict[str, Dict[str, Tensor]]:
+    """Small inputs for a text model: plain, and with padding on either side."""
+    config = model.config.get_text_config()
+    ids = torch.arange(2 * 16, device=model.device).reshape(2, 16) % config.vocab_size
+    keys = torch.ones_like(ids)
+    right, left = keys.clone(), keys.clone()
+    right[1, 11:] = 0
+    left[1, :5] = 0
+    decoder = {"decoder_input_ids": ids[:, :6]} if model.config.is_encoder_decoder else {}
+    return {name: {"input_ids": ids, "attention_mask": mask, **decoder} for name, mask in
+            (("plain", keys), ("right padding", right), ("left padding", left))}
+
+
+def _listen(model: Any, inputs: Dict[str, Any]) -> List[Call]:
+    training = model.training
+    _listening.calls, _listening.whys, _listening.ran = [], {}, _ran()
+    try:
+        model.eval()
+        with torch.no_grad():
+            model(**inputs)
+        return _listening.calls
+    finally:
+        _listening.calls, _listening.whys = None, {}
+        model.train(training)
+
+
+def _silent(name: str, module: torch.nn.Module, heard: set) -> Optional[str]:
+    """Why a module that looks like attention never called us; None for other modules."""
+    if not type(module).__name__.endswith("Attention") or any(
+            name == other or other.startswith(name + ".") for other in heard):
+        return None
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if chosen is None:
+        return None
+    if chosen == NAME:
+        return "not Orchard: this layer computes its attention itself, or was not reached"
+    return f'not Orchard: its attn_implementation is "{chosen}"'
+
+
+def doctor(model: Any, **inputs: Any) -> List[str]:
+    """Prints, layer by layer, how each attention is computed and why; returns the lines.
+
+    Runs the model forward without gradients: on `inputs` (input_ids=..., attention_mask=...), or on
+    two sentences of 16 tokens without padding, padded on the right, padded on the left.
+    """
+    chosen = getattr(model.config, "_attn_implementation", None)
+    probes = {"your inputs": inputs} if inputs else _probes(model)
+    calls = {name: _listen(model, given) for name, given in probes.items()}
+    names = {module: name for name, module in model.named_modules()}
+    layers: Dict[str, Dict[str, List[Call]]] = {}
+    for probe, heard in calls.items():
+        for call in heard:
+            layers.setdefault(names[call.module], {}).setdefault(probe, []).append(call)
+    lines = [f'{type(model).__name__}: attn_implementation "{chosen}", {len(layers)} attention '
+             f"layers by Orchard"]
+    if not layers:
+        lines.append('  no layer calls Orchard: model.set_attn_implementation("orchard")')
+    width = max(len(probe) for probe in probes)
+    for name, module in model.named_modules():
+        if name in layers:
+            first = next(iter(layers[name].values()))[0]
+            lines.append(f"{name}  q {list(first.query)}  k {list(first.key)}")
+            for probe, heard in layers[name].items():
+                for call in heard:
+                    why = f"  ({call.why})" if call.why else ""
+                    lines.append(f"  {probe:<{width}}  {call.backend}: {call.path}{why}")
+        else:
+            silent = _silent(name, module, set(layers))
+            if silent is not None:
+                lines.append(f"{name}  {silent}")
+    print("\n".join(lines))
+    return lines

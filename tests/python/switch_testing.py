@@ -1,0 +1,58 @@
+"""What the tests of the switch share: torch's own function past it, inputs, comparisons.
+
+`clean` is a fixture: importing it puts it around every test of the importing file.
+"""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias
+
+from orchard import switch
+
+# Inside an object, because the switch replaces every module-level name of the function.
+THE = types.SimpleNamespace(torch=torch._C._nn.scaled_dot_product_attention)
+
+
+@pytest.fixture(autouse=True)
+def clean(request):
+    """Every test starts and ends with the switch off and all objects torch's own."""
+    bias, fastpath = vars(CausalBias)["__torch_function__"], True
+    switch.counts(reset=True)
+    torch.manual_seed(5)
+    yield
+    switch.disable()
+    assert F.scaled_dot_product_attention is THE.torch
+    assert request.module.imported_earlier is THE.torch
+    assert vars(CausalBias)["__torch_function__"] is bias
+    assert torch.backends.mha.get_fastpath_enabled() is fastpath
+    assert switch.active() == []
+
+
+def qkv(*shape, keys=None, dtype=torch.float32, grad=True, value_size=None):
+    kv = shape if keys is None else (*shape[:-2], keys, shape[-1])
+    vs = kv if value_size is None else (*kv[:-1], value_size)
+    return [torch.randn(s, dtype=dtype).requires_grad_(grad) for s in (shape, kv, vs)]
+
+
+def both(call, tensors, *args, **kwargs):
+    """Outputs and gradients of call(tensors...), by torch and by the switch; and its counts."""
+    def run(function):
+        leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        out = function(*leaves, *args, **kwargs)
+        wanted = [t for t in leaves if t.requires_grad]
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        return [out, *torch.autograd.grad((out * weight).sum(), wanted)]
+    expected = run(THE.torch if call is None else call)
+    switch.counts(reset=True)
+    with switch.enable():
+        found = run(F.scaled_dot_product_attention if call is None else call)
+    return expected, found, switch.counts()
+
+
+def close(expected, found, tolerance=2e-5):
+    for want, have in zip(expected, found):
+        assert have.shape == want.shape and have.dtype == want.dtype
+        torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)

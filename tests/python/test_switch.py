@@ -1,0 +1,378 @@
+"""The switch: on and off, what it serves, what it passes through, and that nothing is left behind.
+
+Values are compared with torch's own function, reached past the switch as THE.torch.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from switch_testing import THE, both, clean, close, qkv
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as imported_earlier
+
+from orchard import OrchardError, switch
+
+
+# ---- On and off ----------------------------------------------------------------------------------
+
+def test_with_block_reaches_and_restores():
+    q, k, v = qkv(2, 3, 9, 8)
+    with switch.enable() as handle:
+        assert isinstance(handle, switch.Handle)
+        assert F.scaled_dot_product_attention is not THE.torch
+        assert "torch.nn.functional.scaled_dot_product_attention" in switch.active()
+        assert f"{__name__}.imported_earlier" in switch.active()
+        out = F.scaled_dot_product_attention(q, k, v)
+        assert type(out.grad_fn).__name__.startswith("Attention")
+    assert switch.counts() == {switch.SERVED: 1}
+    assert F.scaled_dot_product_attention is THE.torch
+    out = F.scaled_dot_product_attention(q, k, v)
+    assert "ScaledDotProduct" in type(out.grad_fn).__name__
+
+
+def test_exception_inside_with():
+    with pytest.raises(KeyError):
+        with switch.enable():
+            raise KeyError
+    assert F.scaled_dot_product_attention is THE.torch
+
+
+def test_nested_and_out_of_order():
+    first = switch.enable()
+    second = switch.enable()
+    with switch.enable():
+        first.remove()
+        first.remove()
+    assert F.scaled_dot_product_attention is not THE.torch
+    second.remove()
+    assert F.scaled_dot_product_attention is THE.torch
+
+
+def test_disable_undoes_all_and_old_handles_are_dead():
+    old = switch.enable()
+    switch.enable()
+    switch.disable()
+    assert F.scaled_dot_product_attention is THE.torch
+    with switch.enable():
+        old.remove()
+        assert F.scaled_dot_product_attention is not THE.torch
+    switch.disable()
+    switch.disable()
+
+
+def test_nothing_else_of_torch_changes():
+    places = {"torch": torch, "F": F, "nn": nn, "_nn": torch._C._nn, "MHA": nn.MultiheadAttention,
+              "Layer": nn.TransformerEncoderLayer, "Tensor": torch.Tensor}
+    before = {(p, n): o for p, m in places.items() for n, o in list(vars(m).items())}
+    with switch.enable():
+        changed = [(p, n) for (p, n), thing in before.items()
+                   if vars(places[p]).get(n) is not thing]
+    assert changed == [("F", "scaled_dot_product_attention")]
+    assert all(vars(places[p]).get(n) is thing for (p, n), thing in before.items())
+
+
+def test_fastpath_is_put_back_as_it_was():
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with switch.enable():
+            pass
+        assert torch.backends.mha.get_fastpath_enabled() is False
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_somebody_elses_wrapper_survives():
+    calls = []
+    with switch.enable():
+        ours = F.scaled_dot_product_attention
+
+        def wrapper(*args, **kwargs):
+            calls.append(1)
+            return ours(*args, **kwargs)
+        F.scaled_dot_product_attention = wrapper
+    try:
+        assert F.scaled_dot_product_attention is wrapper
+        q, k, v = qkv(1, 2, 5, 4)
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v), THE.torch(q, k, v))
+        assert calls and not switch.counts()
+    finally:
+        F.scaled_dot_product_attention = THE.torch
+
+
+def test_patch_made_before_is_what_calls_pass_to():
+    def patch(*args, **kwargs):
+        return "patched"
+    F.scaled_dot_product_attention = patch
+    try:
+        with switch.enable():
+            assert F.scaled_dot_product_attention(*qkv(5, 4)) == "patched"
+            assert F.scaled_dot_product_attention(*qkv(1, 1, 5, 4)).shape == (1, 1, 5, 4)
+        assert F.scaled_dot_product_attention is patch
+    finally:
+        F.scaled_dot_product_attention = THE.torch
+
+
+# ---- Names ---------------------------------------------------------------------------------------
+
+def test_name_imported_earlier():
+    q, k, v = qkv(1, 2, 7, 8)
+    with switch.enable():
+        imported_earlier(q, k, v)
+    assert switch.counts(reset=True) == {switch.SERVED: 1}
+    with switch.enable(imported_names=False):
+        assert imported_earlier is THE.torch
+        with switch.enable():
+            assert imported_earlier is not THE.torch
+        assert imported_earlier is THE.torch
+        assert F.scaled_dot_product_attention is not THE.torch
+
+
+def test_name_imported_meanwhile():
+    with switch.enable():
+        globals()["imported_meanwhile"] = F.scaled_dot_product_attention
+        kept = F.scaled_dot_product_attention
+    assert globals().pop("imported_meanwhile") is THE.torch
+    q, k, v = qkv(1, 2, 7, 8)
+    assert torch.equal(kept(q, k, v), THE.torch(q, k, v)) and not switch.counts()
+
+
+# ---- Served calls are torch's --------------------------------------------------------------------
+
+BOOL = torch.rand(7, 9, generator=torch.Generator().manual_seed(1)) > 0.3
+CASES = {
+    "plain": (lambda: qkv(2, 3, 7, 8), {}),
+    "causal": (lambda: qkv(2, 3, 7, 8), {"is_causal": True}),
+    "causal, more keys": (lambda: qkv(2, 3, 7, 8, keys=9), {"is_causal": True}),
+    "bool mask": (lambda: qkv(2, 3, 7, 8, keys=9), {"attn_mask": BOOL}),
+    "bool mask, broadcast": (lambda: qkv(2, 3, 7, 8, keys=9), {"attn_mask": BOOL[None, None, :1]}),
+    "fully masked rows": (lambda: qkv(2, 3, 7, 8, keys=9),
+                          {"attn_mask": BOOL & (torch.arange(7) > 1)[:, None]}),
+    "float mask": (lambda: qkv(2, 3, 7, 8, keys=9), {"attn_mask": torch.randn(2, 1, 7, 9)}),
+    "scale": (lambda: qkv(2, 3, 7, 8), {"scale": 0.3}),
+    "value size": (lambda: qkv(2, 3, 7, 8, value_size=5), {}),
+    "rank 3": (lambda: qkv(4, 7, 8), {"is_causal": True}),
+    "rank 3, mask": (lambda: qkv(4, 7, 8), {"attn_mask": torch.randn(4, 7, 7)}),
+    "rank 5": (lambda: qkv(2, 2, 3, 7, 8), {}),
+    "float64": (lambda: qkv(2, 3, 7, 8, dtype=torch.float64), {"is_causal": True}),
+    "some need no gradient": (lambda: [qkv(2, 3, 7, 8)[0], *qkv(2, 3, 7, 8, grad=False)[1:]], {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(case):
+    make, kwargs = CASES[case]
+    expected, found, counts = both(None, make(), **kwargs)
+    assert counts == {switch.SERVED: 1}
+    close(expected, found)
+
+
+def test_grouped_heads():
+    q, (k, v) = qkv(2, 6, 7, 8)[0], qkv(2, 2, 7, 8)[1:]
+    expected, found, counts = both(None, [q, k, v], is_causal=True, enable_gqa=True)
+    assert counts == {switch.SERVED: 1}
+    close(expected, found)
+
+
+def test_gradient_of_the_mask():
+    def call(q, k, v, m):
+        return F.scaled_dot_product_attention(q, k, v, m)
+    mask = torch.randn(1, 3, 7, 7).requires_grad_()
+    expected, found, counts = both(call, [*qkv(2, 3, 7, 8), mask])
+    assert counts == {switch.SERVED: 1} and len(found) == 5
+    close(expected, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    expected, found, counts = both(None, qkv(2, 3, 17, 8, dtype=dtype), is_causal=True)
+    assert counts == {switch.SERVED: 1}
+    close(expected, found, 0.02)
+
+
+def test_autocast():
+    def call(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k.bfloat16(), v, is_causal=True)
+    expected, found, counts = both(call, qkv(2, 3, 17, 8))
+    assert counts == {switch.SERVED: 1} and found[0].dtype == torch.bfloat16
+    close(expected, found, 0.02)
+
+
+def test_dropout_rate_and_seed():
+    q, k, v = qkv(1, 4, 64, 8, keys=256, grad=False)
+    v = torch.ones_like(v)
+    with switch.enable():
+        torch.manual_seed(1)
+        first = F.scaled_dot_product_attention(q * 0, k, v, dropout_p=0.25)
+        other = F.scaled_dot_product_attention(q * 0, k, v, dropout_p=0.25)
+        torch.manual_seed(1)
+        again = F.scaled_dot_product_attention(q * 0, k, v, dropout_p=0.25)
+        none = F.scaled_dot_product_attention(q * 0, k, v)
+    assert switch.counts() == {switch.SERVED: 4}
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    torch.testing.assert_close(none, torch.ones_like(none))
+    # 64 * 4 * 256 draws: the mean of keep / (1 - p) is 1 within five standard errors.
+    assert abs(first[..., 0].mean() - 1) < 5 * (0.25 / 0.75 / 65536) ** 0.5
+    kept = first[..., 0] * 256 * 0.75
+    torch.testing.assert_close(kept, kept.round(), atol=1e-2, rtol=0)
+
+
+# ---- Passed through ------------------------------------------------------------------------------
+
+class Sub(torch.Tensor):
+    pass
+
+
+PASSED = {
+    "subclass": ("tensor subclass",
+                 lambda: [t.detach().as_subclass(Sub) for t in qkv(2, 3, 7, 8)], {}),
+    "meta": ("device", lambda: [t.to("meta") for t in qkv(2, 3, 7, 8)], {}),
+    "float8": ("dtype", lambda: [t.detach().to(torch.float8_e4m3fn) for t in qkv(2, 3, 7, 8)], {}),
+    "mixed dtypes": ("dtype", lambda: [*qkv(2, 3, 7, 8)[:2], qkv(2, 3, 7, 8)[2].double()], {}),
+    "rank 2": ("rank", lambda: qkv(7, 8), {}),
+    "broadcast batch": ("broadcasts", lambda: [qkv(2, 3, 7, 8)[0], *qkv(1, 3, 7, 8)[1:]], {}),
+    "heads differ": ("broadcasts", lambda: [qkv(2, 6, 7, 8)[0], *qkv(2, 2, 7, 8)[1:]], {}),
+    "groups do not divide": ("broadcasts", lambda: [qkv(2, 5, 7, 8)[0], *qkv(2, 2, 7, 8)[1:]],
+                             {"enable_gqa": True}),
+    "head sizes differ": ("broadcasts", lambda: [qkv(2, 3, 7, 8)[0], *qkv(2, 3, 7, 4)[1:]], {}),
+    "empty": ("empty", lambda: qkv(2, 3, 0, 8), {}),
+    "large heads": ("head size", lambda: qkv(1, 1, 3, 520), {}),
+    "mask and causal": ("together", lambda: qkv(2, 3, 7, 8),
+                        {"attn_mask": torch.ones(7, 7, dtype=torch.bool), "is_causal": True}),
+    "mask too large": ("broadcast", lambda: qkv(2, 3, 7, 8), {"attn_mask": torch.zeros(8, 7)}),
+    "mask rank 1": ("broadcast", lambda: qkv(2, 3, 7, 8), {"attn_mask": torch.zeros(7)}),
+    "integer mask": ("dtype", lambda: qkv(2, 3, 7, 8), {"attn_mask": torch.zeros(7, 7).long()}),
+    "dropout 2": ("dropout", lambda: qkv(2, 3, 7, 8), {"dropout_p": 2.0}),
+    "scale nan": ("scale", lambda: qkv(2, 3, 7, 8), {"scale": float("nan")}),
+    "no tensor": ("no tensor", lambda: [1, 2, 3], {}),
+    "sparse": ("strided", lambda: [t.detach().to_sparse() for t in qkv(2, 3, 7, 8)], {}),
+}
+
+
+@pytest.mark.parametrize("case", PASSED)
+def test_passed_through_as_torch_does_it(case):
+    """The same value, or the same exception with the same words, and a reason that is counted."""
+    word, make, kwargs = PASSED[case]
+    tensors = make()
+
+    def run(function):
+        try:
+            return function(*tensors, **kwargs)
+        except Exception as why:
+            return type(why), str(why)
+    expected = run(THE.torch)
+    with switch.enable():
+        found = run(F.scaled_dot_product_attention)
+    (reason, count), = switch.counts().items()
+    assert word in reason and count == 1
+    if isinstance(expected, torch.Tensor):
+        assert type(found) is type(expected) and found.shape == expected.shape
+        if expected.device.type != "meta":
+            assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(expected))
+    else:
+        assert found == expected
+
+
+def test_nested_tensors_pass():
+    parts = [torch.randn(n, 2, 8) for n in (3, 5)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    old = torch.nested.nested_tensor([p.transpose(0, 1) for p in parts])
+    expected = [THE.torch(t, t, t) for t in (jagged, old)]
+    with switch.enable():
+        found = [F.scaled_dot_product_attention(t, t, t) for t in (jagged, old)]
+    for want, have in zip(expected, found):
+        for one, other in zip(want.unbind(), have.unbind()):
+            assert torch.equal(one, other)
+    assert switch.counts() == {"a tensor subclass, or no tensor": 1, "a nested tensor": 1}
+
+
+def test_sdpa_kernel_is_respected():
+    q, k, v = qkv(2, 3, 7, 8)
+    with switch.enable():
+        with sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(q, k, v)
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            F.scaled_dot_product_attention(q, k, v)
+    assert switch.counts() == {"sdpa_kernel without FLASH_ATTENTION": 1, switch.SERVED: 1}
+
+
+def test_a_mode_of_the_user_sees_the_call():
+    class Mode(torch.overrides.TorchFunctionMode):
+        seen = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+    q, k, v = qkv(1, 2, 5, 4)
+    with switch.enable():
+        with Mode():
+            F.scaled_dot_product_attention(q, k, v)
+        assert THE.torch in Mode.seen
+        with torch.device("cpu"):
+            F.scaled_dot_product_attention(q, k, v)
+    assert switch.counts() == {"a TorchFunctionMode that should see the call": 1, switch.SERVED: 1}
+
+
+def test_torch_func():
+    q, k, v = (t.detach() for t in qkv(3, 2, 5, 4))
+
+    def loss(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+
+    def tangent():
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.func.jvp(lambda x: loss(x, k, v), (q,), (torch.ones_like(q),))
+    grad = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    per_sample = torch.vmap(torch.func.grad(loss))(q, k, v)
+    derivative = tangent()
+    with switch.enable():
+        close(grad, torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v))
+        close([per_sample], [torch.vmap(torch.func.grad(loss))(q, k, v)])
+        assert switch.counts(reset=True) == {switch.SERVED: 2}
+        close(derivative, tangent())
+        assert list(switch.counts()) == ["sdpa_kernel without FLASH_ATTENTION"]
+        try:  # what torch does without MATH, which need not be a success
+            close(derivative, torch.func.jvp(lambda x: loss(x, k, v), (q,), (torch.ones_like(q),)))
+        except (RuntimeError, NotImplementedError) as why:
+            assert "Orchard" not in str(why)
+        assert "torch.func transforms other than grad and vmap" in switch.counts()
+
+
+def test_forward_mode_passes():
+    q, k, v = (t.detach() for t in qkv(1, 2, 5, 4))
+    with switch.enable(), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        try:
+            F.scaled_dot_product_attention(dual, k, v)
+        except (RuntimeError, NotImplementedError):
+            pass  # torch's flash kernel has no forward mode either
+    assert switch.counts() == {"forward-mode differentiation": 1}
+
+
+# ---- metalcore's names ---------------------------------------------------------------------------
+
+def test_overrides_by_metalcores_names(capsys):
+    handle = switch.enable_pytorch_overrides(verbose=True)
+    assert switch.get_active_overrides() == switch.active() != []
+    assert "scaled_dot_product_attention" in capsys.readouterr().out
+    handle.remove()
+    assert switch.active() == []
+    switch.enable_pytorch_overrides()
+    switch.disable_pytorch_overrides(all=False)
+    assert switch.active() != []
+    switch.disable_pytorch_overrides(verbose=True)
+    assert switch.active() == [] and "no overrides" in capsys.readouterr().out
+    assert switch.enable_pytorch_overrides(attention=False) is None and switch.active() == []
+
+
+@pytest.mark.parametrize("name", ["activations", "embedding_bag", "normalization", "softmax",
+                                  "linalg", "optimizers", "all"])
+def test_overrides_not_here_yet_are_refused(name):
+    with pytest.raises(OrchardError, match=f"{name}: there is no such override yet") as caught:
+        switch.enable_pytorch_overrides(**{name: True})
+    assert isinstance(caught.value, NotImplementedError)
+    assert switch.active() == []
+    if name != "all":
+        with pytest.raises(OrchardError, match="nothing to disable"):
+            switch.disable_pytorch_overrides(**{name: True})

@@ -1,0 +1,413 @@
+"""attn_implementation="orchard" against "eager", on tiny models with random weights."""
+
+import copy
+import importlib
+import sys
+
+import pytest
+import torch
+import transformers
+
+import orchard.transformers as orchard_transformers
+from orchard import OrchardError
+
+COMMON = dict(vocab_size=61, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+              eos_token_id=None)
+LLAMA = dict(COMMON, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2)
+T = transformers
+MODELS = {
+    "gpt2": (T.GPT2LMHeadModel, lambda: T.GPT2Config(
+        **COMMON, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        scale_attn_by_inverse_layer_idx=True)),
+    "llama": (T.LlamaForCausalLM, lambda: T.LlamaConfig(**LLAMA)),
+    "mistral": (T.MistralForCausalLM, lambda: T.MistralConfig(**LLAMA, sliding_window=6)),
+    "qwen2": (T.Qwen2ForCausalLM, lambda: T.Qwen2Config(
+        **LLAMA, use_sliding_window=True, sliding_window=6, max_window_layers=1)),
+    "qwen3": (T.Qwen3ForCausalLM, lambda: T.Qwen3Config(**LLAMA, head_dim=8)),
+    "gemma2": (T.Gemma2ForCausalLM, lambda: T.Gemma2Config(
+        **LLAMA, head_dim=8, sliding_window=6, attn_logit_softcapping=2.0)),
+    "gpt_oss": (T.GptOssForCausalLM, lambda: T.GptOssConfig(
+        **LLAMA, head_dim=8, sliding_window=6, num_local_experts=2, num_experts_per_tok=1,
+        layer_types=["sliding_attention", "full_attention"])),
+    # Makes a window mask, but does not pass sliding_window on to its attention.
+    "qwen2_moe": (T.Qwen2MoeForCausalLM, lambda: T.Qwen2MoeConfig(
+        **LLAMA, use_sliding_window=True, sliding_window=6, max_window_layers=0, num_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16)),
+}
+MADE = {}
+
+
+def pair(name, std=0.2):
+    """(eager, orchard): the same weights, in eval mode.
+
+    The weights are larger than Transformers makes them, so that scores differ enough for a soft
+    cap, a sink or a wrong scale to show; std=None leaves them, for training.
+    """
+    if (name, std) not in MADE:
+        torch.manual_seed(3)
+        model_class, config = MODELS[name]
+        eager = model_class(config()).eval()
+        for parameter in eager.parameters():
+            if std is not None and (parameter.dim() > 1 or name == "gpt_oss"):
+                torch.nn.init.normal_(parameter, std=std)
+        eager.set_attn_implementation("eager")
+        ours = copy.deepcopy(eager)
+        ours.set_attn_implementation("orchard")
+        MADE[name, std] = eager, ours
+    return MADE[name, std]
+
+
+def tokens(*shape):
+    return torch.randint(2, 61, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def padding(side, batch=3, length=14):
+    """[B,T] of 0 and 1: the second sentence 5 shorter, the third 9."""
+    keys = torch.ones(batch, length, dtype=torch.long)
+    for row, missing in ((1, 5), (2, 9)):
+        keys[row, -missing:] = 0
+    return keys.flip(1) if side == "left" else keys
+
+
+class Watch:
+    """Counts masks of T x S with more than one query that are made for "orchard"."""
+
+    def __init__(self, monkeypatch):
+        self.made = 0
+        real = orchard_transformers.sdpa_mask
+
+        def counting(*args, **kwargs):
+            made = real(*args, **kwargs)
+            self.made += made is not None and made.shape[2] > 1
+            return made
+        monkeypatch.setattr(orchard_transformers, "sdpa_mask", counting)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    return Watch(monkeypatch)
+
+
+def logits(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, **kwargs).logits
+
+
+def same(want, have, where=None):
+    if where is not None:
+        want, have = want[where.bool()], have[where.bool()]
+    assert want.abs().max() > 1e-2
+    torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+
+
+# ---- Logits --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_and_padded(name, watch):
+    eager, ours = pair(name)
+    ids = tokens(3, 14)
+    same(logits(eager, ids), logits(ours, ids))
+    for side in ("right", "left"):
+        keys = padding(side)
+        positions = (keys.cumsum(1) - 1).clamp(min=0)
+        for kwargs in ({"use_cache": True}, {"use_cache": False}, {"position_ids": positions}):
+            same(logits(eager, ids, attention_mask=keys, **kwargs),
+                 logits(ours, ids, attention_mask=keys, **kwargs), keys)
+    assert watch.made == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed(name, watch):
+    """Three sentences in one row: as eager masks them, and as if each were alone."""
+    eager, ours = pair(name)
+    lengths = [5, 8, 3]
+    ids = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    starts = torch.tensor([0, 5, 13, 16], dtype=torch.int32)
+    alone = torch.cat([logits(eager, part) for part in ids.split(lengths, dim=1)], dim=1)
+    if name == "gpt_oss":  # does not tell its mask the positions: eager looks across sentences
+        same(logits(eager, ids, position_ids=positions, use_cache=False),
+             logits(ours, ids, position_ids=positions, use_cache=False))
+    else:
+        same(alone, logits(eager, ids, position_ids=positions, use_cache=False))
+        same(alone, logits(ours, ids, position_ids=positions, use_cache=False))
+    assert watch.made == 0
+    # With a cache, Transformers itself sees no packing in position_ids: the lengths say it.
+    same(alone, logits(ours, ids, position_ids=positions, cu_seq_lens_q=starts,
+                       cu_seq_lens_k=starts, max_length_q=8, max_length_k=8))
+    if name != "gpt_oss":
+        rows = logits(ours, ids.expand(2, -1), position_ids=positions.expand(2, -1),
+                      use_cache=False)
+        same(alone.expand(2, -1, -1), rows)
+    assert watch.made == 0
+
+
+def test_packed_training_gradients():
+    eager, ours = pair("mistral")
+    lengths = [9, 4, 7]
+    ids = tokens(1, 20)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    found = []
+    for model in (eager, ours):
+        loss = model(ids, position_ids=positions, labels=ids, use_cache=False).loss
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    for want, have in zip(*found):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-6)
+
+
+def cache_of(kind, model):
+    return (T.DynamicCache(config=model.config) if kind == "dynamic" else
+            T.StaticCache(config=model.config, max_cache_len=24))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_chunked_prefill(name, kind, watch):
+    """A prompt in pieces of 9, 4 and 1 tokens: the logits of eager in one piece."""
+    eager, ours = pair(name)
+    ids = tokens(3, 14)
+    for keys in (None, torch.ones_like(ids), padding("left")):
+        given = {} if keys is None else {"position_ids": (keys.cumsum(1) - 1).clamp(min=0)}
+        want = logits(eager, ids, attention_mask=keys, use_cache=False, **given)
+        cache = cache_of(kind, ours)
+        have = []
+        for begin, end in ((0, 9), (9, 13), (13, 14)):
+            given = {} if keys is None else {
+                "attention_mask": keys[:, :end],
+                "position_ids": (keys.cumsum(1) - 1).clamp(min=0)[:, begin:end]}
+            have.append(logits(ours, ids[:, begin:end], past_key_values=cache, **given))
+        same(want, torch.cat(have, dim=1), keys)
+    assert watch.made == 0
+
+
+# ---- Generation ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_token_for_token(name, cache, watch):
+    eager, ours = pair(name)
+    ids = tokens(3, 14)
+    for keys in (torch.ones_like(ids), padding("left")):
+        made = [model.generate(ids, attention_mask=keys, max_new_tokens=6, do_sample=False,
+                               cache_implementation=cache, disable_compile=True,
+                               return_dict_in_generate=True, output_logits=True)
+                for model in (eager, ours)]
+        assert torch.equal(made[0].sequences, made[1].sequences)
+        same(torch.stack(made[0].logits), torch.stack(made[1].logits))
+    assert watch.made == 0
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+def train(model, steps, seed=0, **kwargs):
+    """Losses of a model that learns to count, in sentences padded on the right and on the left.
+
+    The token before a sentence sees no key, for which eager invents a uniform attention: the first
+    token is not among the labels.
+    """
+    model = copy.deepcopy(model).train()
+    torch.manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(steps):
+        ids = 2 + (torch.arange(14) + tokens(3, 1) + step) % 59
+        keys = padding("right" if step % 2 else "left")
+        loss = model(ids, attention_mask=keys,
+                     labels=ids.masked_fill((keys == 0) | (keys.cumsum(1) == 1), -100),
+                     **kwargs).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gemma2"])
+def test_training(name, watch):
+    eager, ours = pair(name, std=None)
+    want, have = train(eager, 20), train(ours, 20)
+    assert max(abs(a - b) for a, b in zip(want, have)) < 1e-5
+    assert have[-1] < 0.9 * have[0]
+    assert watch.made == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    eager, ours = pair("mistral", std=None)
+    ours = copy.deepcopy(ours)
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    want, have = train(eager, 4, use_cache=False), train(ours, 4, use_cache=False)
+    assert max(abs(a - b) for a, b in zip(want, have)) < 1e-5
+
+
+def test_dropout_falls_repeats_and_has_its_rate():
+    torch.manual_seed(3)
+    config = MODELS["gpt2"][1]()
+    config.attn_pdrop = 0.1
+    model = T.GPT2LMHeadModel(config)
+    model.set_attn_implementation("orchard")
+    first, again, other = train(model, 20, 1), train(model, 20, 1), train(model, 20, 2)
+    assert first == again and first != other
+    assert first[-1] < 0.9 * first[0]
+    # One head of 400 queries that look at all 400 keys alike: the mean is 1, by the rate's error.
+    module = torch.nn.Module()
+    module.is_causal = False
+    zero, one = torch.zeros(1, 1, 400, 8), torch.ones(1, 1, 400, 8)
+    out, _ = orchard_transformers.attention(module, zero, zero, one, None, dropout=0.1)
+    assert out.shape == (1, 400, 1, 8) and out.is_contiguous()
+    assert abs(out[..., 0].mean() - 1) < 5 * (0.1 / 0.9 / 160000) ** 0.5
+    assert (out != 1).any()
+
+
+# ---- Encoders, and encoders with decoders --------------------------------------------------------
+
+def test_bert(watch):
+    torch.manual_seed(3)
+    config = T.BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, intermediate_size=48,
+                          num_attention_heads=4, attention_probs_dropout_prob=0.0,
+                          hidden_dropout_prob=0.0)
+    eager = T.BertForMaskedLM(config).eval()
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("orchard")
+    ids = tokens(3, 14)
+    same(logits(eager, ids), logits(ours, ids))
+    for side in ("right", "left"):
+        keys = padding(side)
+        same(logits(eager, ids, attention_mask=keys), logits(ours, ids, attention_mask=keys), keys)
+    assert watch.made == 0
+
+
+def test_t5_with_the_gradient_of_its_position_bias(watch):
+    torch.manual_seed(3)
+    config = T.T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+                        dropout_rate=0.0, decoder_start_token_id=0)
+    eager = T.T5ForConditionalGeneration(config).eval()
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("orchard")
+    ids, keys = tokens(3, 14), padding("right")
+    found = []
+    for model in (eager, ours):
+        out = model(ids, attention_mask=keys, labels=tokens(3, 7))
+        found.append((out.logits, torch.autograd.grad(out.loss, list(model.parameters()))))
+    same(found[0][0], found[1][0])
+    names = [name for name, _ in eager.named_parameters()]
+    assert sum("relative_attention_bias" in name for name in names) == 2
+    for name, want, have in zip(names, found[0][1], found[1][1]):
+        assert want.abs().max() > 0, name
+        torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-6, msg=name)
+    made = [model.generate(ids, attention_mask=keys, max_new_tokens=6, do_sample=False)
+            for model in (eager, ours)]
+    assert torch.equal(*made)
+    assert watch.made == 0
+
+
+# ---- Compiled ------------------------------------------------------------------------------------
+
+def test_compiled_whole():
+    """No graph breaks, with a padding mask and without any."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    eager = T.MistralForCausalLM(T.MistralConfig(**dict(LLAMA, num_hidden_layers=1),
+                                                 sliding_window=6)).eval()
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("orchard")
+    ids = tokens(3, 14)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for keys in (padding("left"), None):
+        same(logits(eager, ids, attention_mask=keys), logits(compiled, ids, attention_mask=keys),
+             keys)
+
+
+# ---- Custom masks, refusals, switching -----------------------------------------------------------
+
+def test_masks_of_the_users_own():
+    eager, ours = pair("llama")
+    ids = tokens(2, 10)
+    seen = torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(2)) > 0.4
+    seen |= torch.eye(10, dtype=torch.bool)
+    additive = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    same(logits(eager, ids, attention_mask=additive), logits(ours, ids, attention_mask=seen))
+    same(logits(eager, ids, attention_mask=additive), logits(ours, ids, attention_mask=additive))
+
+
+def test_refusals():
+    module = torch.nn.Module()
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(OrchardError, match="paged cache"):
+        orchard_transformers.attention(module, q, q, q, None, cache=object())
+    with pytest.raises(OrchardError, match="2 dimensions"):
+        orchard_transformers.attention(module, q, q, q, torch.ones(1, 4))
+    two = torch.cat([q, q])
+    cu = torch.tensor([0, 4, 8], dtype=torch.int32)
+    with pytest.raises(OrchardError, match="several rows"):
+        orchard_transformers.attention(module, two, two, two, None, cu_seq_lens_q=cu,
+                                       cu_seq_lens_k=cu, position_bias=torch.zeros(2, 2, 4, 4))
+
+
+def test_packing_and_padding_together_are_refused():
+    _, ours = pair("mistral")
+    starts = torch.tensor([0, 6, 14], dtype=torch.int32)
+    for side in ("left", "right"):
+        with pytest.raises(OrchardError, match="together with padding"):
+            logits(ours, tokens(3, 14)[1:2], attention_mask=padding(side)[1:2],
+                   cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+
+
+def test_a_transformers_that_is_missing_or_too_old(monkeypatch):
+    monkeypatch.delitem(sys.modules, "orchard.transformers")
+    with monkeypatch.context() as now:
+        now.setattr("transformers.masking_utils.sdpa_mask", lambda batch_size, cache_position: None)
+        with pytest.raises(ImportError, match="newer Transformers"):
+            importlib.import_module("orchard.transformers")
+    with monkeypatch.context() as now:
+        now.setitem(sys.modules, "transformers", None)
+        with pytest.raises(ImportError, match="needs Transformers with its mask interface"):
+            importlib.import_module("orchard.transformers")
+
+
+def test_there_and_back():
+    eager, ours = pair("qwen3")
+    model = copy.deepcopy(eager)
+    ids = tokens(2, 7)
+    before = logits(model, ids)
+    model.set_attn_implementation("orchard")
+    assert torch.equal(logits(model, ids), logits(ours, ids))
+    model.set_attn_implementation("eager")
+    assert torch.equal(logits(model, ids), before)
+    assert T.AutoModelForCausalLM.from_config(
+        ours.config, attn_implementation="orchard").config._attn_implementation == "orchard"
+
+
+# ---- doctor --------------------------------------------------------------------------------------
+
+def test_doctor_tells_the_path_and_the_reason(capsys):
+    eager, ours = pair("gemma2")
+    lines = orchard_transformers.doctor(ours)
+    assert capsys.readouterr().out == "\n".join(lines) + "\n"
+    assert lines[0].startswith('Gemma2ForCausalLM: attn_implementation "orchard", 2 attention')
+    text = "\n".join(lines)
+    assert "model.layers.0.self_attn  q [2, 4, 16, 8]  k [2, 2, 16, 8]" in lines
+    windowed, full = text.split("model.layers.1.self_attn")
+    assert "window 6" in windowed and "window" not in full and full.count("softcap") == 3
+    assert "  right padding  cpu: causal, key lengths, softcap, no mask" in full
+    assert "(all padding is on the right)" in full
+    assert "  left padding   cpu: causal, softcap, key mask [2, 1, 1, 16]" in full
+    assert "in memory" not in text
+    seen = torch.ones(2, 1, 7, 7, dtype=torch.bool)
+    text = "\n".join(orchard_transformers.doctor(ours, input_ids=tokens(2, 7), attention_mask=seen))
+    assert "mask [2, 1, 7, 7] in memory" in text and "did not make" in text
+    text = "\n".join(orchard_transformers.doctor(eager))
+    assert 'set_attn_implementation("orchard")' in text
+    assert 'model.layers.1.self_attn  not Orchard: its attn_implementation is "eager"' in text
