@@ -183,6 +183,58 @@ static void blind_rows_of_a_larger_softmax(void)
     problem_free(&p);
 }
 
+/* Backward is told by lse = -inf that a row saw nothing of a larger softmax, though here it would
+ * see keys: it is as good as a row whose gradient is 0, whatever it holds. */
+static void check_rows_given_as_blind(const attention_case *c)
+{
+    problem p, zero;
+    problem_make(&p, c, 32);
+    problem_make(&zero, c, 32);
+    CHECK_INT(orchard_attention_forward(tested, &p.forward), ORCHARD_OK);
+    CHECK_INT(orchard_attention_forward(tested, &zero.forward), ORCHARD_OK);
+    fill_blind_rows(&zero, WAYS, DOUT, 0);
+    fill_blind_rows(&zero, WAYS, DLSE, 0);
+    CHECK_INT(orchard_attention_backward(tested, &zero.backward), ORCHARD_OK);
+    fill_blind_rows(&p, WAYS, LSE, -INFINITY);
+    for (int n = 0; n < 4; n++) {
+        static const operand names[] = {DOUT, DLSE, OUT, Q};
+        fill_blind_rows(&p, WAYS, names[n], NAN);
+        CHECK_INT(orchard_attention_backward(tested, &p.backward), ORCHARD_OK);
+        CHECK_INT(blind_gradients(&p, WAYS), 0);
+        for (int name = DQ; name < OPERANDS; name++) {
+            const box *x = &p.box[name], *y = &zero.box[name];
+            int64_t unequal = 0;
+            for (int64_t e = 0; x->present && e < box_elements(x); e++) {
+                unequal += !(box_nth(x, e) == box_nth(y, e));
+            }
+            if (unequal) {
+                CHECK_FAIL("%s, %s: NaN in %s of rows with lse = -inf changes %lld of %s", c->name,
+                           orchard_dtype_name(c->dtype), operand_names[names[n]],
+                           (long long)unequal, operand_names[name]);
+            } else {
+                check_passed++;
+            }
+        }
+    }
+    problem_free(&zero);
+    problem_free(&p);
+}
+
+static void rows_given_as_blind(void)
+{
+    for (int n = 0; n < 4; n++) {
+        const attention_case c = {.name = n % 2 ? "options" : "plain",
+                                  CASE_SHAPE(2, 4, 2, 40, 50, 8, 8),
+                                  .dtype = n / 2 ? ORCHARD_BF16 : ORCHARD_F32,
+                                  .causal = 1,
+                                  .bias = n % 2 ? "1HTS" : NULL,
+                                  .sinks = n % 2,
+                                  .dlse = 1,
+                                  .gradients = n % 2 ? 31 : GRAD_QKV};
+        check_rows_given_as_blind(&c);
+    }
+}
+
 /* A row of nothing but the lowest finite bias is a mean: it is not hidden, whatever units scores
  * are computed in. */
 static void lowest_bias_is_no_mask(void)
@@ -517,6 +569,7 @@ static const struct {
 } checks[] = {
     {"blind_rows", blind_rows_take_part_in_nothing},
     {"larger_softmax", blind_rows_of_a_larger_softmax},
+    {"given_as_blind", rows_given_as_blind},
     {"lowest_bias", lowest_bias_is_no_mask},
     {"zero_queries", zero_queries_of_a_huge_scale},
     {"ties", ties_go_to_even},

@@ -253,6 +253,8 @@ static const attention_case attention_cases[] = {
      .dropout = 0.3, .seed = 4}, /* tiles of eight keys */
     {"split_head_size_300", CASE_TEST, CASE_SHAPE(1, 5, 1, 1, 1030, 300, 300),
      .dtype = ORCHARD_F32},
+    {"split_head_size_512", CASE_TEST, CASE_SHAPE(1, 3, 1, 1, 1024, 512, 512),
+     .dtype = ORCHARD_F32},
 };
 
 enum { ATTENTION_CASE_COUNT = sizeof attention_cases / sizeof *attention_cases };
