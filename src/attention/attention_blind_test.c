@@ -560,6 +560,10 @@ static void huge_sinks(void)
     }
     CHECK_NEAR(box_get(&p.box[DSINKS], 0, 1, 0, 0), sum, 1e-5);
     CHECK(box_get(&p.box[DSINKS], 0, 2, 0, 0) == 0);
+    /* What is absent has no gradient, not even 0 times NaN. */
+    box_set(&p.box[DOUT], 0, 2, 19, 3, NAN);
+    CHECK_INT(orchard_attention_backward(tested, &p.backward), ORCHARD_OK);
+    CHECK(box_get(&p.box[DSINKS], 0, 2, 0, 0) == 0);
     problem_free(&p);
 }
 

@@ -249,6 +249,10 @@ static const attention_case attention_cases[] = {
      .has_key_lengths = 1, .key_lengths = {30, 53, 53}, .dlse = 1},
     {"split_mixed", CASE_DECODE, .layout = LAYOUT_MIXED, .causal = 1, .align = ORCHARD_BOTTOM_RIGHT,
      .has_key_lengths = 1, .key_lengths = {0, 1500}},
+    {"bias_visits", CASE_TEST, CASE_SHAPE(8, 6, 2, 5, 70, 8, 8), .dtype = ORCHARD_F32,
+     .bias = "11TS", .gradients = GRAD_QKV | GRAD_BIAS}, /* a group visits several tiles */
+    {"bias_keys_many_queries", CASE_TEST, CASE_SHAPE(1, 2, 1, 130, 20, 8, 8), .dtype = ORCHARD_F32,
+     .bias = "1H1S", .gradients = GRAD_QKV | GRAD_BIAS},
     {"dropout_large_head", CASE_TEST, CASE_SHAPE(1, 2, 1, 20, 30, 140, 140), .dtype = ORCHARD_F32,
      .dropout = 0.3, .seed = 4}, /* tiles of eight keys */
     {"split_head_size_300", CASE_TEST, CASE_SHAPE(1, 5, 1, 1, 1030, 300, 300),
