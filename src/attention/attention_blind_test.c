@@ -7,6 +7,7 @@
 
 static orchard_ctx *tested;
 static bool on_device; /* which has no double precision */
+static bool on_ref;
 
 /* ---- Rows that see nothing ------------------------------------------------------------------- */
 
@@ -280,6 +281,33 @@ static void zero_queries_of_a_huge_scale(void)
     CHECK_INT(orchard_attention_forward(tested, &p.forward), ORCHARD_OK);
     for (int64_t i = 0; i < c.T; i++) {
         CHECK_NEAR(box_get(&p.box[LSE], 0, 1, i, 0), log(40), 1e-5);
+    }
+    problem_free(&p);
+}
+
+/* One key takes all of a row, and lse is so large that it is coarse: dv is P, and never above 1
+ * (but on ref, which takes lse at its word). */
+static void probabilities_under_a_coarse_lse(void)
+{
+    const attention_case c = {.name = "coarse lse",
+                              CASE_SHAPE(40, 1, 1, 5, 1, 1, 1),
+                              .dtype = ORCHARD_F32,
+                              .has_scale = 1,
+                              .scale = 1};
+    problem p;
+    problem_make(&p, &c, 33);
+    for (int64_t b = 0; b < c.B; b++) {
+        box_set(&p.box[K], b, 0, 0, 0, 1.1);
+        for (int64_t i = 0; i < c.T; i++) {
+            box_set(&p.box[Q], b, 0, i, 0, 1e7 + 123456.7 * (double)b);
+            box_set(&p.box[DOUT], b, 0, i, 0, i == 2);
+        }
+    }
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    for (int64_t b = 0; b < c.B; b++) {
+        const double dv = box_get(&p.box[DV], b, 0, 0, 0);
+        CHECK(dv > 0.2);
+        CHECK(dv <= 1 || on_ref);
     }
     problem_free(&p);
 }
@@ -576,6 +604,7 @@ static const struct {
     {"given_as_blind", rows_given_as_blind},
     {"lowest_bias", lowest_bias_is_no_mask},
     {"zero_queries", zero_queries_of_a_huge_scale},
+    {"coarse_lse", probabilities_under_a_coarse_lse},
     {"ties", ties_go_to_even},
     {"repeated_mask", nan_hidden_by_a_repeated_mask},
     {"first_row", nan_hidden_from_the_first_row_alone},
@@ -588,6 +617,7 @@ static const struct {
 static void check_all(const char *backend, const char *cpu, const char *only)
 {
     tested = context_make(backend, cpu, 2);
+    on_ref = strcmp(backend, "ref") == 0;
     for (size_t n = 0; n < sizeof checks / sizeof *checks; n++) {
         if (!only || strcmp(only, checks[n].name) == 0) {
             checks[n].run();
