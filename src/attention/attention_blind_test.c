@@ -420,6 +420,60 @@ static void nan_hidden_from_the_first_row_alone(void)
     }
 }
 
+/* NaN in a key that some rows see may reach others (docs/numerics.md). GPU kernels keep it from
+ * more of them: a row that sees nothing stays 0, and a v that a row does not see has no part in
+ * its dq, given out and lse. */
+static void nan_that_other_rows_see(void)
+{
+    for (int way = BY_MASK; way <= BY_CAUSAL && on_device; way++) {
+        const attention_case c = {.name = "NaN that other rows see",
+                                  CASE_SHAPE(2, 4, 2, 24, 13, 8, 8),
+                                  .dtype = ORCHARD_F32,
+                                  .mask = way == BY_MASK ? "B1TS" : NULL,
+                                  .bias = way == BY_BIAS ? "BHTS" : NULL,
+                                  .causal = way == BY_CAUSAL,
+                                  .align = ORCHARD_BOTTOM_RIGHT};
+        problem p;
+        problem_make(&p, &c, 34);
+        hide_rows(&p, way);
+        box_set(&p.box[K], 0, 0, 0, 1, NAN);
+        box_set(&p.box[V], 0, 0, 0, 1, NAN);
+        CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+        for (int64_t i = 0; i < c.T; i++) {
+            const bool blind = is_blind(&c, way, 0, i);
+            CHECK(!blind || box_get(&p.box[OUT], 0, 0, i, 1) == 0);
+            CHECK(!blind || box_get(&p.box[DQ], 0, 0, i, 1) == 0);
+        }
+        problem_free(&p);
+    }
+}
+
+static void nan_in_a_value_that_is_not_seen(void)
+{
+    const attention_case c = {.name = "NaN in v",
+                              CASE_SHAPE(1, 2, 1, 24, 40, 8, 8),
+                              .dtype = ORCHARD_F32,
+                              .mask = "B1TS",
+                              .gradients = GRAD_Q};
+    problem p;
+    problem_make(&p, &c, 35);
+    for (int64_t i = 0; i < c.T; i++) {
+        box_set(&p.box[MASK], 0, 0, i, 5, i % 3 != 1);
+        box_set(&p.box[MASK], 0, 0, i, 6, 1);
+    }
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    double clean[24];
+    for (int64_t i = 0; i < c.T; i++) {
+        clean[i] = box_get(&p.box[DQ], 0, 1, i, 2);
+    }
+    box_set(&p.box[V], 0, 0, 5, 3, NAN);
+    CHECK_INT(orchard_attention_backward(tested, &p.backward), ORCHARD_OK);
+    for (int64_t i = 1; i < c.T && on_device; i += 3) {
+        CHECK(box_get(&p.box[DQ], 0, 1, i, 2) == clean[i]);
+    }
+    problem_free(&p);
+}
+
 /* ---- Sinks ----------------------------------------------------------------------------------- */
 
 /* dsinks[h] in fp64 from the out and lse that backward was given, and the sum of its terms' sizes.
@@ -608,6 +662,8 @@ static const struct {
     {"ties", ties_go_to_even},
     {"repeated_mask", nan_hidden_by_a_repeated_mask},
     {"first_row", nan_hidden_from_the_first_row_alone},
+    {"other_rows", nan_that_other_rows_see},
+    {"nan_value", nan_in_a_value_that_is_not_seen},
     {"large_sinks", dsinks_of_large_sinks},
     {"many_rows", dsinks_of_many_rows},
     {"infinite_sinks", infinite_sinks},
