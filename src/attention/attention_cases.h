@@ -12,12 +12,13 @@ enum { CASE_TEST = 1, CASE_BENCH = 2 };
 
 /* How q, k, v, out and their gradients lie in memory. Indices are those of the public header. */
 typedef enum attention_layout {
-    LAYOUT_BHTD,    /* dense */
-    LAYOUT_BTHD,    /* [B,T,H,D] in memory: heads and rows exchanged */
-    LAYOUT_BDHT,    /* [B,D,H,T] in memory: the column stride is not 1 */
-    LAYOUT_SLICED,  /* a slice of a larger block: every dimension is padded, columns are apart */
-    LAYOUT_QKV,     /* q, k and v interleaved in one [B,T,3,H,D] block (T = S, G = H, E = D) */
-    LAYOUT_REPEATED /* k and v of one batch element serve all: batch stride 0 (inputs only) */
+    LAYOUT_BHTD,     /* dense */
+    LAYOUT_BTHD,     /* [B,T,H,D] in memory: heads and rows exchanged */
+    LAYOUT_BDHT,     /* [B,D,H,T] in memory: the column stride is not 1 */
+    LAYOUT_SLICED,   /* a slice of a larger block: every dimension is padded, columns are apart */
+    LAYOUT_QKV,      /* q, k and v interleaved in one [B,T,3,H,D] block (T = S, G = H, E = D) */
+    LAYOUT_REPEATED, /* k and v of one batch element serve all: batch stride 0 (inputs only) */
+    LAYOUT_MIXED     /* each operand another of the first four; lengths apart, the wider dtypes */
 } attention_layout;
 
 /* Gradients that a case asks for; 0 stands for dq, dk and dv. */
@@ -237,6 +238,27 @@ static const attention_case attention_cases[] = {
      .has_scale = 1, .scale = 1, .magnitude = 700},
     {"keys_16k_bf16", CASE_TEST, CASE_SHAPE(1, 1, 1, 6, 16384, 32, 32), .dtype = ORCHARD_BF16},
     {"keys_16k_f16", CASE_TEST, CASE_SHAPE(1, 1, 1, 3, 16384, 32, 32), .dtype = ORCHARD_F16},
+
+    /* ---- What mistakes planted in kernels and plans survived without (tests/mutation) -------- */
+    {"layout_mixed", CASE_OPTION, .layout = LAYOUT_MIXED, .bias = "BHTS", .mask = "BHTS",
+     .alibi = 2, .sinks = 1, .dlse = 1, .has_key_lengths = 1, .key_lengths = {31, 53},
+     .gradients = 31},
+    {"layout_mixed_plain", CASE_OPTION, .layout = LAYOUT_MIXED, .dlse = 1},
+    {"layout_mixed_packed", CASE_TEST, CASE_SHAPE(3, 4, 2, 37, 53, 20, 20), .dtype = ORCHARD_F32,
+     .layout = LAYOUT_MIXED, .packed = 1, .lengths_t = {7, 37, 5}, .lengths_s = {37, 8, 53},
+     .has_key_lengths = 1, .key_lengths = {30, 53, 53}, .dlse = 1},
+    {"split_mixed", CASE_DECODE, .layout = LAYOUT_MIXED, .causal = 1, .align = ORCHARD_BOTTOM_RIGHT,
+     .has_key_lengths = 1, .key_lengths = {0, 1500}},
+    {"bias_visits", CASE_TEST, CASE_SHAPE(8, 6, 2, 5, 70, 8, 8), .dtype = ORCHARD_F32,
+     .bias = "11TS", .gradients = GRAD_QKV | GRAD_BIAS}, /* a group visits several tiles */
+    {"bias_keys_many_queries", CASE_TEST, CASE_SHAPE(1, 2, 1, 130, 20, 8, 8), .dtype = ORCHARD_F32,
+     .bias = "1H1S", .gradients = GRAD_QKV | GRAD_BIAS},
+    {"dropout_large_head", CASE_TEST, CASE_SHAPE(1, 2, 1, 20, 30, 140, 140), .dtype = ORCHARD_F32,
+     .dropout = 0.3, .seed = 4}, /* tiles of eight keys */
+    {"split_head_size_300", CASE_TEST, CASE_SHAPE(1, 5, 1, 1, 1030, 300, 300),
+     .dtype = ORCHARD_F32},
+    {"split_head_size_512", CASE_TEST, CASE_SHAPE(1, 3, 1, 1, 1024, 512, 512),
+     .dtype = ORCHARD_F32},
 };
 
 enum { ATTENTION_CASE_COUNT = sizeof attention_cases / sizeof *attention_cases };

@@ -5,7 +5,9 @@
  * The outputs must have the bits, and the memory around them the bytes, of the same call with all
  * operands in plain host memory; each operand must have come to the device in the expected way;
  * private memory is never copied; nothing is left over at the end. */
+#define _DEFAULT_SOURCE
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include "attention/attention_running.h"
 #include "core/buffer.h"
@@ -238,6 +240,37 @@ static void check_case(const attention_case *c, bool counted)
     problem_free(&p);
 }
 
+/* A mask whose second batch element starts behind 2^31 elements: places need more than 32 bits. What
+ * nobody touches of the memory between costs nothing, if the device binds host memory as it is. */
+static void check_far_elements(void)
+{
+    const attention_case c = {
+        .name = "far", CASE_SHAPE(2, 2, 1, 9, 64, 16, 16), .dtype = ORCHARD_F32, .mask = "B11S"};
+    const int64_t stride = INT64_C(1) << 31 | (PAGE - c.S);
+    const size_t bytes = (size_t)(stride + c.S);
+    char *memory = mmap(NULL, bytes + PAGE, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *far = memory + (PAGE - (uintptr_t)memory % PAGE);
+    if (!wrap_alignment || PAGE % wrap_alignment || memory == MAP_FAILED) {
+        printf("attention_storage: no element is far away: the device copies host memory\n");
+        return;
+    }
+    problem p;
+    problem_make(&p, &c, 6);
+    char *bits = bits_of(&p, ctx, c.name);
+    for (int64_t b = 0; b < c.B; b++) {
+        memcpy(far + b * stride, p.box[MASK].data + b * c.S, (size_t)c.S);
+    }
+    p.box[MASK].tensor.data = far;
+    p.box[MASK].tensor.stride[0] = stride;
+    connect(&p);
+    CHECK_INT(problem_run(&p, ctx), ORCHARD_OK);
+    check_same(&p, bits, c.name);
+    free(bits);
+    problem_free(&p);
+    munmap(memory, bytes + PAGE);
+}
+
 /* fp64 is no device's business: the CPU takes the call, whatever memory the operands live in. */
 static void check_on_cpu(const char *backend)
 {
@@ -298,6 +331,7 @@ int main(int argc, char **argv)
     for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
         check_case(&cases[n], true);
     }
+    check_far_elements();
     check_on_cpu(backend);
     orchard_ctx_free(ctx);
     check_nothing_left(backend);

@@ -9,14 +9,15 @@
  *   manners   inputs unchanged, nothing written beside an output, explain told what report counted.
  *
  * Without options everything runs. --random N: only N random cases; --quick: the fixed cases that
- * take little work, and N random ones, 100 if not said. A failing random case prints the line that
- * repeats it. */
+ * take little work, and N random ones, 100 if not said; --only A,B: the fixed cases of these names.
+ * A failing random case prints the line that repeats it. */
 #include "attention/attention_formula.h"
 #include "attention/attention_random.h"
 
 static struct {
     const char *backend;
-    const char *isa; /* NULL: all */
+    const char *isa;  /* NULL: all */
+    const char *only; /* NULL: all */
     int64_t random, only_case, max_size;
     uint64_t seed;
     bool checksum, quick;
@@ -427,11 +428,22 @@ static bool takes_little_work(const attention_case *c)
     return c->B * c->H * c->T * c->S * (c->D + c->E) < 3500000;
 }
 
+static bool is_asked_for(const attention_case *c)
+{
+    const size_t length = strlen(c->name);
+    const char *at = options.only;
+    while (at && (strncmp(at, c->name, length) != 0 || (at[length] && at[length] != ','))) {
+        at = strchr(at, ',');
+        at = at ? at + 1 : NULL;
+    }
+    return options.only ? at != NULL : takes_little_work(c) || !options.quick;
+}
+
 static void check_fixed(void)
 {
     for (int n = 0; n < ATTENTION_CASE_COUNT; n++) {
         const attention_case *c = &attention_cases[n];
-        if (c->use & CASE_TEST && (takes_little_work(c) || !options.quick)) {
+        if (c->use & CASE_TEST && is_asked_for(c)) {
             snprintf(label, sizeof label, "case %s", c->name);
             check_case(c, (uint64_t)n);
         }
@@ -483,7 +495,8 @@ static int usage(const char *wrong)
             "attention_test: %s\n"
             "usage: attention_test [--random N] [--seed S] [--isa avx2|neon|scalar|all] "
             "[--max-size M]\n"
-            "                      [--case INDEX] [--checksum] [--quick] [--backend NAME]\n",
+            "                      [--case INDEX] [--checksum] [--quick] [--only NAME,...] "
+            "[--backend NAME]\n",
             wrong);
     return 2;
 }
@@ -514,6 +527,8 @@ static bool read_options(int argc, char **argv)
             options.max_size = atoll(value);
         } else if (strcmp(name, "--case") == 0) {
             options.only_case = atoll(value);
+        } else if (strcmp(name, "--only") == 0) {
+            options.only = value;
         } else if (strcmp(name, "--backend") == 0) {
             options.backend = value;
         } else {
@@ -558,6 +573,8 @@ int main(int argc, char **argv)
         print_checksum();
     } else if (options.only_case >= 0) {
         check_random(options.only_case);
+    } else if (options.only) {
+        check_fixed();
     } else {
         const int64_t count = options.random >= 0 ? options.random : options.quick ? 100 : 3000;
         if (options.random < 0 || options.quick) {

@@ -216,6 +216,14 @@ static inline int case_gradients(const attention_case *c)
     return c->gradients ? c->gradients : GRAD_QKV;
 }
 
+/* How one operand lies in memory: mixed, no gradient lies as what it is the gradient of, k not as
+ * v, dout not as out. */
+static inline attention_layout layout_of(const attention_case *c, operand name)
+{
+    return c->layout == LAYOUT_MIXED ? (attention_layout)((name + name / DV) % LAYOUT_QKV)
+                                     : c->layout;
+}
+
 /* The boxes with q's or k's rows. */
 static inline void place_rows(problem *p)
 {
@@ -248,8 +256,9 @@ static inline void place_rows(problem *p)
         const bool repeats = name == K || name == V || c->layout != LAYOUT_REPEATED;
         if (rows[n].present) {
             box_sized(p, name, batch, rows[n].heads, rows[n].rows, rows[n].columns);
-            box_place(&p->box[name], is_lse ? wide : c->dtype, repeats ? c->layout : LAYOUT_BHTD,
-                      name >= OUT, is_lse ? lse_dims : dims);
+            box_place(&p->box[name], is_lse ? wide : c->dtype,
+                      repeats ? layout_of(c, name) : LAYOUT_BHTD, name >= OUT,
+                      is_lse ? lse_dims : dims);
         }
     }
 }
@@ -290,7 +299,7 @@ static inline void place_scores(problem *p)
     const orchard_dtype wide = c->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32;
     const orchard_dtype bias_dtype = c->bias_dtype ? c->bias_dtype : c->dtype;
     const orchard_dtype sinks_dtype = c->sinks_dtype ? c->sinks_dtype : c->dtype;
-    const attention_layout layout = c->layout == LAYOUT_QKV ? LAYOUT_BHTD : c->layout;
+    const bool dense = c->layout == LAYOUT_QKV;
     const int64_t full[4] = {c->B, c->H, c->T, c->S};
     const operand names[3] = {BIAS, MASK, DBIAS};
     for (int n = 0; n < 3; n++) {
@@ -302,29 +311,35 @@ static inline void place_scores(problem *p)
         for (int i = 0; i < 4; i++) {
             x->size[i] = shape[i] == '1' ? 1 : full[i];
         }
-        box_place(x, names[n] == MASK ? ORCHARD_BOOL : bias_dtype, layout, names[n] == DBIAS,
+        box_place(x, names[n] == MASK ? ORCHARD_BOOL : bias_dtype,
+                  dense ? LAYOUT_BHTD : layout_of(c, names[n]), names[n] == DBIAS,
                   c->rank3 ? "023" : "0123");
     }
     if (c->alibi) {
         box_sized(p, ALIBI, c->alibi == 2 ? c->B : 1, c->H, 1, 1);
-        box_place(&p->box[ALIBI], wide, layout, false, c->alibi == 2 ? "01" : "1");
+        box_place(&p->box[ALIBI], wide, dense ? LAYOUT_BHTD : layout_of(c, ALIBI), false,
+                  c->alibi == 2 ? "01" : "1");
     }
     if (c->sinks) {
         box_sized(p, SINKS, 1, c->H, 1, 1);
-        box_place(&p->box[SINKS], sinks_dtype, layout, false, "1");
+        box_place(&p->box[SINKS], sinks_dtype, dense ? LAYOUT_BHTD : layout_of(c, SINKS), false,
+                  "1");
     }
     if (c->sinks && case_gradients(c) & GRAD_SINKS) {
         box_sized(p, DSINKS, 1, c->H, 1, 1);
-        box_place(&p->box[DSINKS], sinks_dtype, layout, true, "1");
+        box_place(&p->box[DSINKS], sinks_dtype, dense ? LAYOUT_BHTD : layout_of(c, DSINKS), true,
+                  "1");
     }
 }
 
 static inline void place_lengths(problem *p)
 {
     const attention_case *c = &p->c;
+    const bool mixed = c->layout == LAYOUT_MIXED;
     if (c->has_key_lengths) {
         box_sized(p, KEY_LENGTHS, c->B, 1, 1, 1);
-        box_place(&p->box[KEY_LENGTHS], ORCHARD_I32, LAYOUT_BHTD, false, "0");
+        box_place(&p->box[KEY_LENGTHS], mixed ? ORCHARD_I64 : ORCHARD_I32,
+                  mixed ? LAYOUT_SLICED : LAYOUT_BHTD, false, "0");
         for (int64_t b = 0; b < c->B; b++) {
             box_set(&p->box[KEY_LENGTHS], b, 0, 0, 0, (double)c->key_lengths[b]);
         }
@@ -332,7 +347,8 @@ static inline void place_lengths(problem *p)
     for (int n = 0; n < 2 && c->packed; n++) {
         const operand name = n ? CU_K : CU_Q;
         box_sized(p, name, c->B + 1, 1, 1, 1);
-        box_place(&p->box[name], n ? ORCHARD_I64 : ORCHARD_I32, LAYOUT_BHTD, false, "0");
+        box_place(&p->box[name], (n == 1) != mixed ? ORCHARD_I64 : ORCHARD_I32,
+                  mixed && n ? LAYOUT_SLICED : LAYOUT_BHTD, false, "0");
         for (int64_t b = 0; b <= c->B; b++) {
             box_set(&p->box[name], b, 0, 0, 0, (double)sum_of(n ? c->lengths_s : c->lengths_t, b));
         }
