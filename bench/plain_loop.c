@@ -2,7 +2,7 @@
  *     m' = max(m, s_j),  o = o exp(m - m') + exp(s_j - m') v_j,  l likewise
  * and backward from lse, a head at a time, since all its rows add to the same dk and dv:
  *     p = exp(s - lse),  dS = p (dout . v - delta),  dv += p dout,  dq += dS k,  dk += dS q
- * Plain C without vectors of its own: the flags of the build, no instruction set beyond the default. */
+ * Plain C, built for the compiler's default instruction set. */
 #include "plain_loop.h"
 
 #include <math.h>
