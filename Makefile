@@ -5,7 +5,7 @@ PYTHON ?= python3
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 CMAKE_FLAGS ?=
 
-.PHONY: all setup-build setup-bench setup-test test bench demo lint wheels install clean help
+.PHONY: all python setup-build setup-bench setup-test test bench demo lint wheels install clean help
 
 all:
 	@command -v cmake >/dev/null || \
@@ -22,20 +22,31 @@ test: setup-test
 	@tests/run
 
 bench: setup-bench
-	@$(MAKE) --no-print-directory all .venv/ready
+	@$(MAKE) --no-print-directory all python
 	$(BUILD)/orchard bench attention
 	.venv/bin/python bench/compare_torch.py --library $(BUILD)/liborchard.so
+	.venv/bin/python bench/bench_torch.py
+	.venv/bin/python bench/bench_gpt2.py
+
+# The package with PyTorch, in an environment of this folder's own.
+python: .venv/ready
+	@echo "installing the Python package into .venv"
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) .venv/bin/pip install --quiet --disable-pip-version-check \
+	    --no-build-isolation --no-deps --force-reinstall .
 
 .venv/ready: bench/bench_requirements.txt
-	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check -r bench/bench_requirements.txt
+	@echo "installing PyTorch into .venv"
+	@[ -x .venv/bin/pip ] || $(PYTHON) -m venv .venv
+	@.venv/bin/pip install --quiet --disable-pip-version-check -r bench/bench_requirements.txt
 	@touch $@
 
-demo: setup-build
+demo: setup-bench
 	@$(MAKE) --no-print-directory all
 	@$(BUILD)/orchard doctor
 	@$(BUILD)/orchard_demo_backends
 	@$(BUILD)/orchard_demo
+	@$(MAKE) --no-print-directory python
+	@.venv/bin/python examples/tiny_gpt.py
 
 lint: setup-test
 	@tools/lint
@@ -52,8 +63,9 @@ clean:
 
 help:
 	@echo "make            liborchard.a, liborchard.so and the orchard command, in $(BUILD)/"
-	@echo "make demo       installs what is missing, builds, and shows what Orchard does (a minute or two)"
+	@echo "make demo       installs what is missing, builds, and shows what Orchard does (some minutes)"
 	@echo "make test       installs what is missing, then every test"
+	@echo "make python     the Python package and PyTorch, in .venv/"
 	@echo "make bench      speed here, and side by side with PyTorch"
 	@echo "make lint       format, sizes, who includes whom; builds everything for macOS, with zig"
 	@echo "make wheels     Python wheels for Linux and macOS, x86-64 and Arm, in dist/"

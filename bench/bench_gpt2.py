@@ -1,0 +1,103 @@
+"""A training step of GPT-2 124M in PyTorch, with and without `orchard.enable()`.
+
+    python bench/bench_gpt2.py [--steps 4] [--length 1024] [--layers 12]
+
+Random weights and tokens, B=1, fp32, AdamW, the model of Transformers with "sdpa" attention. The two
+kinds of step take turns in one process; "ratio" is the best time without over the best time with
+Orchard. Peak memory is measured in a process of its own for each. Prints markdown.
+"""
+
+import argparse
+import datetime
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import orchard
+
+
+def make(dropout, options):
+    """The model and its tokens. Only attention has dropout: the rest is the same work for both."""
+    torch.manual_seed(1)
+    config = GPT2Config(attn_pdrop=dropout, resid_pdrop=0.0, embd_pdrop=0.0,
+                        n_layer=options.layers, n_positions=options.length, use_cache=False)
+    model = GPT2LMHeadModel._from_config(config, attn_implementation="sdpa").train()
+    return model, torch.randint(config.vocab_size, (1, options.length))
+
+
+def step(model, optimizer, tokens):
+    """Seconds of one step, and its loss."""
+    start = time.perf_counter()
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return time.perf_counter() - start, loss.item()
+
+
+def compare(dropout, options):
+    """Best seconds without and with Orchard; two models that take turns, and their losses."""
+    sides = []
+    for _ in range(2):
+        model, tokens = make(dropout, options)
+        sides.append((model, torch.optim.AdamW(model.parameters(), lr=1e-4), tokens, [], []))
+    for _ in range(options.steps + 1):
+        for at, (model, optimizer, tokens, times, losses) in enumerate(sides):
+            if at:
+                with orchard.enable():
+                    taken, loss = step(model, optimizer, tokens)
+            else:
+                taken, loss = step(model, optimizer, tokens)
+            times.append(taken)
+            losses.append(loss)
+    return [(min(times[1:]), losses[-1]) for *_, times, losses in sides]
+
+
+def peak(dropout, with_orchard, options):
+    """Peak memory in MiB of a process that makes two steps."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--peak", json.dumps([dropout, with_orchard]),
+         "--length", str(options.length), "--layers", str(options.layers)],
+        check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+def print_peak(dropout, with_orchard, options):
+    model, tokens = make(dropout, options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if with_orchard:
+        orchard.enable()
+    for _ in range(2):
+        step(model, optimizer, tokens)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        print_peak(*json.loads(options.peak), options)
+        return
+    print(f"{datetime.date.today()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+          f"Orchard {orchard.version()}; `python bench/bench_gpt2.py`\n")
+    print("| GPT-2 124M step, B=1 | attention dropout | torch s | Orchard s | ratio | "
+          "loss torch / Orchard | peak MiB torch / Orchard |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for dropout in (0.0, 0.1):
+        (plain, plain_loss), (ours, our_loss) = compare(dropout, options)
+        memory = [peak(dropout, with_orchard, options) for with_orchard in (False, True)]
+        print(f"| T={options.length} fp32 | {dropout} | {plain:.3f} | {ours:.3f} | "
+              f"{plain / ours:.2f} | {plain_loss:.5f} / {our_loss:.5f} | "
+              f"{memory[0]:.0f} / {memory[1]:.0f} |", flush=True)
+
+
+main()
