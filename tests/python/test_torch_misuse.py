@@ -80,6 +80,7 @@ CASES = [
      "query is quantized"),
     (lambda: call(Q, Q.to("meta"), Q), "Argument", "key is on meta, query is on cpu"),
     (lambda: call(attn_mask=torch.ones(5, 5, device="meta").bool()), "Argument", "is on meta"),
+    (lambda: call(max_seqlen_q=5), "Argument", "belong to cu_seqlens"),
     (lambda: call(Q[0], Q[0], Q[0], cu_seqlens_q=torch.tensor([0, 4])), "Argument", "max_seqlen_q"),
     (lambda: call(Q[0], Q[0], Q[0], cu_seqlens_q=torch.tensor([0, 4]), max_seqlen_q=4,
                   max_seqlen_k=4), "Argument", "without the other"),

@@ -116,6 +116,10 @@ def test_autocast_takes_the_dtype_asked_for():
         assert out.dtype == dtype
         for x, gradient in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v))):
             assert gradient.dtype == torch.float32 and gradient.shape == x.shape
+        mask = torch.zeros(5, 5, dtype=torch.float16, requires_grad=True)
+        with torch.autocast("cpu", dtype):
+            out = attention(q, k, v, attn_mask=mask)
+        assert torch.autograd.grad(out.sum(), mask)[0].dtype == torch.float16
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(*(x.double() for x in (q, k, v))).dtype == torch.float64
         with torch.autocast("cpu", enabled=False):

@@ -176,7 +176,7 @@ def test_masks_of_five_dimensions(mask_shape):
 
 
 def test_any_layout():
-    """Transposed, sliced out of one fused qkv, repeated and negated views are read where they are."""
+    """Transposed, sliced out of a fused qkv, repeated, negated views are read where they are."""
     torch.manual_seed(4)
     fused = rand(2, 9, 3, 4, 8)
     views = [fused[:, :, i].transpose(1, 2) for i in range(3)]

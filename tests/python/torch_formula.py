@@ -1,4 +1,4 @@
-"""The explicit formula of attention.h in plain torch, and the error bar: what tests compare with."""
+"""The explicit formula of attention.h in plain torch, and the error bar, for the tests."""
 
 import functools
 import math

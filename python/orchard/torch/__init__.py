@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_NEEDS = (2, 4)
+_NEEDS = (2, 10)
 
 try:
     import torch as _torch

@@ -16,7 +16,7 @@ from typing import Optional
 
 import torch
 
-from .. import _structs
+from .. import _library, _structs
 from .._library import ERRORS, OrchardError, check, lib
 from . import operands, outputs, threads
 from .outputs import GRADIENTS, Tensors2, Tensors5
@@ -62,7 +62,7 @@ def path() -> str:
     if given:
         return given
     name = "liborchard_torch.dylib" if sys.platform == "darwin" else "liborchard_torch.so"
-    return str(pathlib.Path(__file__).parent.parent / "lib" / name)
+    return str(pathlib.Path(_library.path()).parent / name)
 
 
 def _open() -> Optional[ctypes.CDLL]:
@@ -112,6 +112,5 @@ def translate(error: RuntimeError) -> Exception:
     if _c is None or isinstance(error, OrchardError):
         return error
     sentence = str(error).split("\n", 1)[0]
-    if not sentence.startswith("attention"):
-        return error
-    return ERRORS[_c.orchard_torch_last_status()](sentence)
+    kind = ERRORS.get(_c.orchard_torch_last_status())
+    return kind(sentence) if kind and sentence.startswith("attention") else error

@@ -56,11 +56,22 @@ def _check_window(window: object) -> Tuple[int, int]:
     return window[0], window[1]
 
 
-def _check_alibi(slopes: Tensor, device: torch.device) -> None:
-    _check_tensor("alibi_slopes", slopes, device)
-    if slopes.requires_grad and torch.is_grad_enabled():
+def _check_options(device: torch.device, alibi_slopes, sinks, key_lengths, scale, softcap,
+                   window) -> Tuple[int, int, float]:
+    """window's two sides and softcap as the op takes them."""
+    for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks),
+                         ("key_lengths", key_lengths)):
+        if tensor is not None:
+            _check_tensor(name, tensor, device)
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError("attention: alibi_slopes requires a gradient, which Orchard does "
                                "not compute; detach it")
+    if scale is not None:
+        _check_number("scale", scale)
+    if softcap is not None:
+        _check_number("softcap", softcap)
+    left, right = (-1, -1) if window is None else _check_window(window)
+    return left, right, 0.0 if softcap is None else softcap
 
 
 def _check_packed(cu_q: object, cu_k: object, max_t: object, max_s: object,
@@ -182,12 +193,22 @@ def _split_mask(attn_mask: Optional[Tensor], bias: Optional[Tensor], q: Tensor,
 
 # ---- The call ------------------------------------------------------------------------------------
 
+def _transformed() -> bool:
+    """Whether torch.func or forward AD looks on. In compiled code the first would silently lose the
+    gradient, so it is refused there; without fullgraph, torch.compile then runs it uncompiled."""
+    if torch.compiler.is_compiling():
+        if _functorch_active():
+            raise UnsupportedError("attention: torch.func's transforms cannot be compiled; apply "
+                                   "them outside torch.compile")
+        return False
+    return _functorch_active() or forward_ad._current_level >= 0
+
+
 def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
               *rest) -> Tuple[Tensor, Optional[Tensor]]:
     """(out, lse) for arguments in the order of the op's schema, by the right Function."""
-    if not torch.compiler.is_compiling():
-        if _functorch_active() or forward_ad._current_level >= 0:
-            return autograd.Attention.apply(q, k, v, bias, mask, alibi, sinks, *rest)
+    if _transformed():
+        return autograd.Attention.apply(q, k, v, bias, mask, alibi, sinks, *rest)
     if torch.is_grad_enabled() and (
             q.requires_grad or k.requires_grad or v.requires_grad
             or (bias is not None and bias.requires_grad)
@@ -202,6 +223,13 @@ def _lower(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def _widen(operand: object) -> object:
+    """Under autocast, what is added to scores may be of the other 16-bit type: fp32 suits both."""
+    if isinstance(operand, Tensor) and operand.dtype in (torch.float16, torch.bfloat16):
+        return operand.float()
+    return operand
 
 
 def _plain(q: object, k: object, v: object) -> bool:
@@ -221,10 +249,9 @@ _NONE = (None,) * 6
 def _plain_call(with_lse: bool, q: Tensor, k: Tensor, v: Tensor,
                 causal: bool) -> Tuple[Tensor, Optional[Tensor]]:
     """`attention` without options: the same choice, spelt out to save time."""
-    if not torch.compiler.is_compiling():
-        if _functorch_active() or forward_ad._current_level >= 0:
-            return autograd.Attention.apply(q, k, v, None, None, *_NONE, 0, 0, None, causal, False,
-                                            -1, -1, 0.0, 0.0)
+    if _transformed():
+        return autograd.Attention.apply(q, k, v, None, None, *_NONE, 0, 0, None, causal, False, -1,
+                                        -1, 0.0, 0.0)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         made = autograd.AttentionFast.apply(q, k, v, None, None, (
             None, None, None, None, None, None, 0, 0, None, causal, False, -1, -1, 0.0, 0.0),
@@ -245,6 +272,7 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
     _check_tensor("value", v, device)
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         q, k, v = _lower(q), _lower(k), _lower(v)
+        attn_mask, bias, alibi_slopes, sinks = map(_widen, (attn_mask, bias, alibi_slopes, sinks))
 
     if causal_alignment not in ALIGNMENTS:
         raise ArgumentError(f"attention: causal_alignment is {causal_alignment!r}, must be "
@@ -259,32 +287,24 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
     if packed:
         max_t, max_s = max_seqlen_q, max_seqlen_k
         _check_packed(cu_seqlens_q, cu_seqlens_k, max_t, max_s, device)
+    elif max_seqlen_q is not None or max_seqlen_k is not None:
+        raise ArgumentError("attention: max_seqlen_q and max_seqlen_k belong to cu_seqlens, which "
+                            "is absent")
     q, k, v, leading = (_fold_packed if packed else _fold_all)(q, k, v, enable_gqa)
 
     mask = None
     if attn_mask is not None or bias is not None:
         mask, bias = _split_mask(attn_mask, bias, q, leading)
-    if alibi_slopes is not None:
-        _check_alibi(alibi_slopes, device)
-    if sinks is not None:
-        _check_tensor("sinks", sinks, device)
-    if key_lengths is not None:
-        _check_tensor("key_lengths", key_lengths, device)
-    if scale is not None:
-        _check_number("scale", scale)
-    if softcap is None:
-        softcap = 0.0
-    elif softcap != 0.0:
-        _check_number("softcap", softcap)
-    left, right = (-1, -1) if window is None else _check_window(window)
-    seed = None
+    left, right, softcap = _check_options(device, alibi_slopes, sinks, key_lengths, scale, softcap,
+                                          window)
+    dropout, seed = 0.0, None
     if dropout_p != 0.0:
         _check_number("dropout_p", dropout_p)
-        seed = torch.randint(SEEDS, ())
+        dropout, seed = dropout_p, torch.randint(SEEDS, (), device="cpu")
 
     out, lse = attention(with_lse, q, k, v, bias, mask, alibi_slopes, sinks, key_lengths,
                          cu_seqlens_q, cu_seqlens_k, seed, max_t, max_s, scale, bool(is_causal),
-                         bottom_right, left, right, softcap, dropout_p)
+                         bottom_right, left, right, softcap, dropout)
     rank = max(query.dim(), key.dim(), value.dim())
     if rank != 4 and not packed:
         out = _unfold(out, leading, rank)
@@ -325,10 +345,10 @@ def scaled_dot_product_attention(
     Dropout takes one number from torch's generator per call. Gradients of gradients are computed by
     an explicit formula that needs memory for [B,H,T,S]. Errors are exceptions of `orchard`.
     """
-    extras = (attn_mask is bias is window is softcap is alibi_slopes is sinks is key_lengths
-              is cu_seqlens_q is cu_seqlens_k is None)
+    no_extras = (attn_mask is bias is window is softcap is alibi_slopes is sinks is key_lengths is
+                 cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is scale is None)
     try:
-        if (extras and dropout_p == 0.0 and scale is None and causal_alignment == "top_left"
+        if (no_extras and dropout_p == 0.0 and causal_alignment == "top_left"
                 and _plain(query, key, value)):
             out, lse = _plain_call(return_lse, query, key, value, bool(is_causal))
         else:
