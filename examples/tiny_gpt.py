@@ -97,7 +97,7 @@ def train(data: Tensor, options: argparse.Namespace,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in (("steps", 50), ("context", 512), ("batch", 2), ("width", 128),
+    for name, value in (("steps", 40), ("context", 512), ("batch", 2), ("width", 128),
                         ("heads", 4), ("layers", 3), ("seed", 1), ("sample", 0)):
         parser.add_argument("--" + name, type=int, default=value, help=f"(default {value})")
     options = parser.parse_args()
