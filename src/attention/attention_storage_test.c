@@ -240,8 +240,9 @@ static void check_case(const attention_case *c, bool counted)
     problem_free(&p);
 }
 
-/* A mask whose second batch element starts behind 2^31 elements: places need more than 32 bits. What
- * nobody touches of the memory between costs nothing, if the device binds host memory as it is. */
+/* A mask whose second batch element starts behind 2^31 elements: places need more than 32 bits.
+ * What nobody touches of the memory between costs nothing, if the device binds host memory as it
+ * is. */
 static void check_far_elements(void)
 {
     const attention_case c = {
