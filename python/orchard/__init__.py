@@ -27,7 +27,7 @@ from .reports import (Explanation, MemoryReport, Report, ReportLine, explain, me
 
 __version__ = version()
 
-_SWITCHES = ("enable", "disable", "active", "enable_pytorch_overrides",
+_SWITCHES = ("enable", "disable", "active", "counts", "enable_pytorch_overrides",
              "disable_pytorch_overrides", "get_active_overrides")
 
 __all__ = [

@@ -300,7 +300,7 @@ static void probabilities_under_a_coarse_lse(void)
         box_set(&p.box[K], b, 0, 0, 0, 1.1);
         for (int64_t i = 0; i < c.T; i++) {
             box_set(&p.box[Q], b, 0, i, 0, 1e7 + 123456.7 * (double)b);
-            box_set(&p.box[DOUT], b, 0, i, 0, i == 2);
+            box_set(&p.box[DOUT], b, 0, i, 0, i == b % 4);
         }
     }
     CHECK_INT(problem_run(&p, tested), ORCHARD_OK);

@@ -249,6 +249,8 @@ static const attention_case attention_cases[] = {
      .has_key_lengths = 1, .key_lengths = {30, 53, 53}, .dlse = 1},
     {"split_mixed", CASE_DECODE, .layout = LAYOUT_MIXED, .causal = 1, .align = ORCHARD_BOTTOM_RIGHT,
      .has_key_lengths = 1, .key_lengths = {0, 1500}},
+    {"window_more_queries", CASE_SIZE(90, 40, 12), .has_window = 1, .window_left = 3,
+     .window_right = 1},
     {"bias_visits", CASE_TEST, CASE_SHAPE(8, 6, 2, 5, 70, 8, 8), .dtype = ORCHARD_F32,
      .bias = "11TS", .gradients = GRAD_QKV | GRAD_BIAS}, /* a group visits several tiles */
     {"bias_keys_many_queries", CASE_TEST, CASE_SHAPE(1, 2, 1, 130, 20, 8, 8), .dtype = ORCHARD_F32,
