@@ -111,5 +111,5 @@ def check(status: int) -> None:
 
 
 def version() -> str:
-    """The C library's version, for example "0.2.0"."""
+    """The C library's version, for example "0.3.0"."""
     return lib.orchard_version().decode()
