@@ -97,10 +97,11 @@ def test_every_module_of_the_tree_and_nothing_else(wheel):
                             check=True).stdout.split()
     expected = {name.removeprefix("python/") for name in listed
                 if name.startswith(("python/orchard/", "python/orchard_ops/",
-                                    "python/orchard_bridge/"))}
+                                    "python/orchard_bridge/")) and not name.endswith(".c")}
     assert {"orchard/__init__.py", "orchard/attention.py", "orchard/py.typed"} <= expected
     suffix = "so" if sys.platform == "linux" else "dylib"
-    expected |= {"orchard/_structs.py", f"orchard/lib/liborchard.{suffix}", "orchard/bin/orchard"}
+    expected |= {"orchard/_structs.py", "orchard/bin/orchard", f"orchard/lib/liborchard.{suffix}",
+                 f"orchard/lib/liborchard_torch.{suffix}"}
     info = f"orchard-{version()}.dist-info/"
     names = set(wheel.namelist())
     assert {n for n in names if not n.startswith(info)} == expected
