@@ -152,6 +152,7 @@ class Launcher:
                   options: Mapping[str, Any], check_lengths: bool, asking: bool
                   ) -> Tuple[tuple, List[Tuple[str, torch.Tensor, int]]]:
         """All that a plan depends on, and each operand with the number that says where it lies."""
+        check_lengths = check_lengths and any(operands.get(name) is not None for name in LENGTHS)
         storages: Dict[int, int] = {}
         described, key = [], []
         for name, tensor in operands.items():

@@ -31,24 +31,24 @@ def _meta(like: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
 
 
 def refusal(launcher: mps.Launcher, inputs: mps.Operands, options: Mapping[str, Any],
-            needs: int = 0, with_lse: bool = False) -> Optional[str]:
+            needs: int = 0, *, check_lengths: bool = False, count: bool = True) -> Optional[str]:
     """None: the launcher takes the forward, and the backward for the gradients of `needs` (bits as
-    in outputs.py). Otherwise why not; counted. Lengths are not looked at."""
+    in outputs.py). Otherwise why not; counted. Raises where the call is wrong; the numbers of
+    lengths are looked at only if asked for."""
     packed = inputs.get("cu_seqlens_q") is not None
     q, k, v, bias, sinks = (_meta(inputs.get(name)) for name in ("q", "k", "v", "bias", "sinks"))
     out = lse = None
     if q.dim() == v.dim() == (3 if packed else 4):
         out, lse = new_outputs(q, v, packed)
     reason = launcher.supported("attention_forward", dict(inputs, out=out, lse=lse), options,
-                                check_lengths=False)
+                                check_lengths=check_lengths, count=count)
     if reason is not None or not needs:
         return reason
     made = new_gradients(needs, q, k, v, bias, sinks)
-    for dlse in (None, _meta(lse)) if with_lse else (None,):  # backward may come with it or without
-        operands = mps.backward_operands(needs, inputs, _meta(out), dlse, out, lse, made)
-        reason = reason or launcher.supported("attention_backward", operands, options,
-                                              check_lengths=False)
-    return reason
+    # Without dlse: the kernels are the same with it.
+    operands = mps.backward_operands(needs, inputs, _meta(out), None, out, lse, made)
+    return launcher.supported("attention_backward", operands, options, check_lengths=False,
+                              count=count)
 
 
 def _visible(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str, Any]
@@ -112,8 +112,9 @@ def instead(with_lse: bool, needs: int, *arguments: Any) -> Optional[torch.Tenso
     """None: Orchard's kernels take the call. Otherwise `out` by PyTorch's own operation, or an
     UnsupportedError that says why there is none. Arguments as in the ops' schemas."""
     inputs, options = mps.named(*arguments)
+    inputs = {name: x if x is None else x.resolve_neg() for name, x in inputs.items()}
     options.pop("seed", None)  # the answer is the same for all of them, and kept
-    reason = refusal(mps.launcher, inputs, options, needs, with_lse)
+    reason = refusal(mps.launcher, inputs, options, needs)
     if reason is None:
         return None
     op = "attention_forward"
@@ -123,6 +124,8 @@ def instead(with_lse: bool, needs: int, *arguments: Any) -> Optional[torch.Tenso
     if with_lse or missing:
         raise mps.refused(op, reason, " and PyTorch's own attention has no "
                           + (missing[0] if missing else "lse"))
+    if inputs["key_lengths"] is not None:  # PyTorch would not say that one is wrong
+        refusal(mps.launcher, inputs, options, check_lengths=True, count=False)
     out = fall_back(inputs, options)
     mps.launcher.count(op, None, "pytorch")
     return out
