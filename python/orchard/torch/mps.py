@@ -28,7 +28,7 @@ changes for autograd: outputs must be fresh tensors.
 from __future__ import annotations
 
 import threading
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 import torch
 
@@ -99,6 +99,7 @@ class Launcher:
         self._nothing: Dict[torch.device, torch.Tensor] = {}
         self._counts: Dict[Tuple[str, str, Optional[str]], int] = {}
         self.compiled = 0  # libraries, so far
+        self.agreed: Set[tuple] = set()  # calls that were asked for and will be taken
 
     # ---- The device ------------------------------------------------------------------------------
 
@@ -267,6 +268,12 @@ class Launcher:
         if found is None:
             found = self._nothing[device] = torch.empty(16, dtype=torch.uint8, device=device)
         return found
+
+    def agree(self, asked: tuple) -> None:
+        """Remembers that this call is taken, whatever `asked` says of it."""
+        if len(self.agreed) >= _MOST_PLANS:
+            self.agreed.clear()
+        self.agreed.add(asked)
 
     # ---- What happened ---------------------------------------------------------------------------
 

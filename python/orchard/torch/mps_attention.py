@@ -30,25 +30,38 @@ def _meta(like: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
                                                          dtype=like.dtype, device="meta")
 
 
+def _refusal_of_backward(launcher: mps.Launcher, inputs: mps.Operands, options: Mapping[str, Any],
+                         needs: int, out: torch.Tensor, lse: torch.Tensor,
+                         count: bool) -> Optional[str]:
+    made = new_gradients(needs, *(_meta(inputs.get(n)) for n in ("q", "k", "v", "bias", "sinks")))
+    # Without dlse: the kernels are the same with it.
+    operands = mps.backward_operands(needs, inputs, _meta(out), None, out, lse, made)
+    return launcher.supported("attention_backward", operands, options, check_lengths=False,
+                              count=count)
+
+
 def refusal(launcher: mps.Launcher, inputs: mps.Operands, options: Mapping[str, Any],
             needs: int = 0, *, check_lengths: bool = False, count: bool = True) -> Optional[str]:
     """None: the launcher takes the forward, and the backward for the gradients of `needs` (bits as
     in outputs.py). Otherwise why not; counted. Raises where the call is wrong; the numbers of
     lengths are looked at only if asked for."""
+    asked = (needs, tuple(options.items()), tuple(
+        (name, x.dtype, x.shape, x.stride(), x.storage_offset())
+        for name, x in inputs.items() if x is not None))
+    if not check_lengths and asked in launcher.agreed:
+        return None
     packed = inputs.get("cu_seqlens_q") is not None
-    q, k, v, bias, sinks = (_meta(inputs.get(name)) for name in ("q", "k", "v", "bias", "sinks"))
+    q, v = _meta(inputs["q"]), _meta(inputs["v"])
     out = lse = None
     if q.dim() == v.dim() == (3 if packed else 4):
         out, lse = new_outputs(q, v, packed)
     reason = launcher.supported("attention_forward", dict(inputs, out=out, lse=lse), options,
                                 check_lengths=check_lengths, count=count)
-    if reason is not None or not needs:
-        return reason
-    made = new_gradients(needs, q, k, v, bias, sinks)
-    # Without dlse: the kernels are the same with it.
-    operands = mps.backward_operands(needs, inputs, _meta(out), None, out, lse, made)
-    return launcher.supported("attention_backward", operands, options, check_lengths=False,
-                              count=count)
+    if reason is None and needs:
+        reason = _refusal_of_backward(launcher, inputs, options, needs, out, lse, count)
+    if reason is None:
+        launcher.agree(asked)
+    return reason
 
 
 def _visible(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str, Any]
@@ -60,7 +73,7 @@ def _visible(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str,
     lengths = inputs.get("key_lengths")
     j = torch.arange(S, device=q.device)
     position = torch.arange(T, device=q.device)[:, None]
-    ends = S if lengths is None else lengths.view(-1, 1, 1, 1)
+    ends = S if lengths is None else lengths.reshape(-1, 1, 1, 1)
     if options.get("align"):
         position = position + (ends - T)
     seen = None if lengths is None else j < ends
@@ -92,7 +105,7 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
             seen = given if seen is None else seen & given
         mask = inputs.get("bias")
         if inputs.get("alibi") is not None:
-            slopes = inputs["alibi"].view(-1, q.shape[1], 1, 1) * -apart
+            slopes = inputs["alibi"].reshape(-1, q.shape[1], 1, 1) * -apart
             mask = slopes if mask is None else mask + slopes
         if mask is not None:
             mask = (mask if seen is None else mask.masked_fill(~seen, float("-inf"))).to(q.dtype)
