@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 
