@@ -106,13 +106,25 @@ class Report(List[ReportLine]):
                          .rstrip() for op, backend, calls, what in rows)
 
 
+# Who else counts calls: the C library does not see what others launch for it (orchard.torch.mps).
+_others: List[Callable[[], List[ReportLine]]] = []
+
+
+def also(lines: Callable[[], List[ReportLine]]) -> None:
+    """Makes these lines a part of every report from now on."""
+    _others.append(lines)
+
+
 def report() -> Report:
     """What ran where in this process so far, fallbacks with their reasons included."""
     capacity = max(lib.orchard_report(None, 0), 0) + 16  # other threads may add lines meanwhile
     lines = (_structs.ReportLine * capacity)()
     count = min(lib.orchard_report(lines, capacity), capacity)
-    return Report(ReportLine(_text(line.op) or "", _text(line.backend) or "", _text(line.reason),
+    made = Report(ReportLine(_text(line.op) or "", _text(line.backend) or "", _text(line.reason),
                              line.count) for line in lines[:count])
+    for other in _others:
+        made += other()
+    return made
 
 
 class MemoryReport(NamedTuple):

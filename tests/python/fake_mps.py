@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 
@@ -102,18 +102,35 @@ class _Grid(ctypes.Structure):
 _shim: ctypes.CDLL
 
 
+def library(name: str) -> str:
+    """A file of tests/metal in ORCHARD_BUILD, a build directory with ORCHARD_TESTS=ON."""
+    build = os.environ.get("ORCHARD_BUILD")
+    if not build:
+        raise RuntimeError("fake_mps: ORCHARD_BUILD is not set; it must name a build directory made "
+                           "with -DORCHARD_TESTS=ON, which has the Metal stand-in")
+    path = os.path.join(build, "tests", "metal", name)
+    if not os.path.exists(path):
+        raise RuntimeError(f"fake_mps: there is no {path}; build it: cmake --build {build} --target "
+                           "metal_standin shader_shim")
+    return path
+
+
+def fail(what: str, nth: int) -> None:
+    """Makes the nth next such act of the stand-in fail: "compile", ... ."""
+    ctypes.CDLL(library("libmetal_standin.so")).metal_standin_fail(what.encode(), ctypes.c_long(nth))
+
+
 def install() -> None:
-    """ORCHARD_BUILD is a build directory with ORCHARD_TESTS=ON."""
+    """Once is enough; RuntimeError where the stand-in is missing."""
     global _shim
     if _installed:
         return
-    folder = os.path.join(os.environ["ORCHARD_BUILD"], "tests", "metal")
-    _shim = ctypes.CDLL(os.path.join(folder, "libshader_shim.so"))
+    _shim = ctypes.CDLL(library("libshader_shim.so"))
     for name in ("shim_library", "shim_kernel"):
         getattr(_shim, name).restype = ctypes.c_void_p
     _shim.shim_property.restype = ctypes.c_int64
     why = ctypes.create_string_buffer(WHY)
-    standin = os.path.join(folder, "libmetal_standin.so").encode()
+    standin = library("libmetal_standin.so").encode()
     if not _shim.shim_open(standin, why, ctypes.c_size_t(WHY)):
         raise RuntimeError(why.value.decode())
     torch._C._mps_compileShader = ShaderLibrary

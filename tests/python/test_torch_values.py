@@ -6,14 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from orchard.torch import scaled_dot_product_attention as attention
-from torch_formula import assert_within, formula
+from torch_formula import assert_within, formula, judge, rand, wide
 
 B, H, T, S, D, E = 2, 4, 13, 21, 16, 24
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
-
-def rand(*shape, dtype=torch.float32):
-    return torch.randn(*shape, dtype=torch.float64).to(dtype)
 
 
 OPTIONS = {
@@ -57,50 +53,6 @@ OPTIONS = {
 }
 
 
-def wide(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def differentiable(options):
-    """The operands beside q, k, v that take a gradient."""
-    names = ["sinks", "bias"] if "bias" in options else ["sinks", "attn_mask"]
-    return [n for n in names if n in options and options[n].dtype != torch.bool]
-
-
-def run(function, tensors, options, names, dout, dlse, **more):
-    """out, lse and all gradients."""
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    extra = {n: options[n].detach().requires_grad_() for n in names}
-    out, lse = function(*leaves, **{**options, **extra}, **more)
-    loss = [out, torch.where(lse.isinf(), 0.0, lse)]
-    grads = torch.autograd.grad(loss, leaves + list(extra.values()),
-                                [dout.to(out.dtype), dlse.to(lse.dtype)])
-    return [out.detach(), lse.detach(), *grads]
-
-
-def ours(*tensors, **options):
-    return attention(*tensors, **options, return_lse=True)
-
-
-def judge(tensors, options, name, factor=None):
-    """Runs ours, the formula in fp64 and the formula as torch computes it; all results compared."""
-    dtype = tensors[0].dtype
-    names = differentiable(options)
-    dout = rand(*tensors[0].shape[:-1], tensors[2].shape[-1], dtype=dtype)
-    dlse = rand(*tensors[0].shape[:-1], dtype=wide(dtype))
-    plain_options = {n: x for n, x in options.items() if n != "dropout_p"}
-    exact_options = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-                     for n, x in plain_options.items()}
-    found = run(ours, tensors, options, names, dout, dlse)
-    exact = run(formula, [x.double() for x in tensors], exact_options, names, dout, dlse,
-                factor=factor)
-    plain = run(formula, tensors, plain_options, names, dout, dlse, dtype=wide(dtype),
-                factor=factor)
-    for what, f, e, p in zip(["out", "lse", "dq", "dk", "dv", *names], found, exact, plain):
-        # Gradients start from out as it was rounded to q's dtype, whatever their own dtype is.
-        assert_within((f"{name} {what}", f.dtype if what == "lse" else dtype), f, e, p)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option, dtype):
@@ -109,13 +61,14 @@ def test_options(option, dtype):
     G = options.pop("G", H)
     tensors = [rand(B, H, T, D, dtype=dtype), rand(B, G, S, D, dtype=dtype),
                rand(B, G, S, E, dtype=dtype)]
-    judge(tensors, options, option)
+    judge(attention, tensors, options, option)
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130])
 def test_lengths(length):
     torch.manual_seed(length)
-    judge([rand(1, 2, length, 8) for _ in range(3)], {"is_causal": True}, f"length {length}")
+    judge(attention, [rand(1, 2, length, 8) for _ in range(3)], {"is_causal": True},
+          f"length {length}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -255,17 +208,7 @@ def test_dropout(dtype, options):
     assert 0.2 < (factor == 0).double().mean() < 0.4
     torch.manual_seed(6)
     tensors = [rand(B, H, n, D, dtype=dtype) for n in (T, S, S)]
-
-    def seeded(*args, **kwargs):
-        torch.manual_seed(7)
-        return attention(*args, **kwargs, return_lse=True)
-
-    global ours
-    plain, ours = ours, seeded
-    try:
-        judge(tensors, {**options, "dropout_p": 0.3}, "dropout", factor)
-    finally:
-        ours = plain
+    judge(attention, tensors, {**options, "dropout_p": 0.3}, "dropout", factor=factor, seed=7)
 
 
 def test_dropout_draws_from_torchs_generator():

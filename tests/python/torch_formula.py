@@ -1,4 +1,5 @@
-"""The explicit formula of attention.h in plain torch, and the error bar, for the tests."""
+"""The explicit formula of attention.h in plain torch, with every option of orchard.torch, and how a
+call is judged by it: forward, backward, the error bar."""
 
 import functools
 import math
@@ -81,3 +82,55 @@ def assert_within(name, found, exact, plain):
     bar = 2 * largest(plain - exact) + ulps * EPSILON[name[1]] * largest(exact)
     error = largest(found - exact)
     assert error <= bar, f"{name}: error {error:.3g}, bar {bar:.3g}"
+
+
+# ---- A call on trial -----------------------------------------------------------------------------
+
+def rand(*shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+
+def wide(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def differentiable(options):
+    """The operands beside q, k, v that take a gradient."""
+    names = ["sinks", "bias"] if "bias" in options else ["sinks", "attn_mask"]
+    return [n for n in names if n in options and options[n].dtype != torch.bool]
+
+
+def run(function, tensors, options, names, dout, dlse, place=lambda x: x, **more):
+    """out, lse and all gradients, on the CPU; `place` puts a tensor where the function wants it."""
+    leaves = [place(x.detach()).requires_grad_() for x in tensors]
+    extra = {n: place(options[n].detach()).requires_grad_() for n in names}
+    others = {n: place(x) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    out, lse = function(*leaves, **{**others, **extra}, **more)
+    loss = [out, torch.where(lse.isinf(), 0.0, lse)]
+    grads = torch.autograd.grad(loss, leaves + list(extra.values()),
+                                [place(dout.to(out.dtype)), place(dlse.to(lse.dtype))])
+    return [x.detach().cpu() for x in (out, lse, *grads)]
+
+
+def judge(function, tensors, options, name, *, factor=None, seed=None, place=lambda x: x):
+    """Runs the function, the formula in fp64 and the formula as torch computes it; compares all
+    results and returns the function's. `factor` is what dropout after `seed` does."""
+    dtype = tensors[0].dtype
+    names = differentiable(options)
+    dout = rand(*tensors[0].shape[:-1], tensors[2].shape[-1], dtype=dtype)
+    dlse = rand(*tensors[0].shape[:-1], dtype=wide(dtype))
+    plain_options = {n: x for n, x in options.items() if n != "dropout_p"}
+    exact_options = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                     for n, x in plain_options.items()}
+    if seed is not None:
+        torch.manual_seed(seed)
+    found = run(function, tensors, options, names, dout, dlse, place, return_lse=True)
+    exact = run(formula, [x.double() for x in tensors], exact_options, names, dout, dlse,
+                factor=factor)
+    plain = run(formula, tensors, plain_options, names, dout, dlse, dtype=wide(dtype),
+                factor=factor)
+    results = ["out", "lse", "dq", "dk", "dv", *names]
+    for what, f, e, p in zip(results, found, exact, plain):
+        # Gradients start from out as it was rounded to q's dtype, whatever their own dtype is.
+        assert_within((f"{name} {what}", f.dtype if what == "lse" else dtype), f, e, p)
+    return dict(zip(results, found))

@@ -1,6 +1,6 @@
 """orchard/launch.h in Python: what a GPU would run for a call, as plain data.
 
-    plan = make_plan(library, handle, "attention_forward", args, device)
+    plan = make_plan("attention_forward", args, device)
     plan.reason      # why the backend would not take the call, or None
     plan.launches    # kernel, text, grid; in the order in which they run
 
@@ -14,72 +14,15 @@ import ctypes
 import struct
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
 
-MAX_RANK = 8
-SOURCE_PIECES = 5
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("buffer", ctypes.c_void_p), ("offset", ctypes.c_size_t),
-                ("dtype", ctypes.c_int), ("rank", ctypes.c_int32),
-                ("size", ctypes.c_int64 * MAX_RANK), ("stride", ctypes.c_int64 * MAX_RANK)]
-
-
-class Attention(ctypes.Structure):
-    _fields_ = [(name, Tensor) for name in (
-        "q", "k", "v", "bias", "mask", "alibi", "sinks", "key_lengths", "cu_seqlens_q",
-        "cu_seqlens_k")] + [
-        ("max_t", ctypes.c_int64), ("max_s", ctypes.c_int64), ("scale", ctypes.c_double),
-        ("has_scale", ctypes.c_int32), ("causal", ctypes.c_int32), ("align", ctypes.c_int),
-        ("has_window", ctypes.c_int32), ("window_left", ctypes.c_int64),
-        ("window_right", ctypes.c_int64), ("softcap", ctypes.c_double),
-        ("dropout", ctypes.c_double), ("seed", ctypes.c_uint64),
-        ("dropout_offset", ctypes.c_uint32)]
-
-
-class AttentionForwardArgs(ctypes.Structure):
-    _fields_ = [("out", Tensor), ("lse", Tensor), ("attention", Attention)]
-
-
-class AttentionBackwardArgs(ctypes.Structure):
-    _fields_ = [(name, Tensor) for name in (
-        "dq", "dk", "dv", "dbias", "dsinks", "dout", "dlse", "out", "lse")] + [
-        ("attention", Attention)]
-
-
-class DeviceInfo(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char * 80), ("driver", ctypes.c_char * 80),
-                ("is_cpu", ctypes.c_int32), ("group_threads", ctypes.c_int32),
-                ("simd_width", ctypes.c_int32), ("matrix", ctypes.c_int32),
-                ("local_bytes", ctypes.c_uint64), ("buffer_bytes", ctypes.c_uint64),
-                ("memory_bytes", ctypes.c_uint64), ("wrap_alignment", ctypes.c_uint64)]
-
-
-class Launch(ctypes.Structure):
-    _fields_ = [("kernel", ctypes.c_char_p), ("source", ctypes.c_void_p * SOURCE_PIECES),
-                ("groups", ctypes.c_int64 * 3), ("threads", ctypes.c_int32)]
-
-
-class Launches(ctypes.Structure):
-    _fields_ = [("reason", ctypes.c_char_p), ("count", ctypes.c_int32),
-                ("operand_count", ctypes.c_int32), ("scratch_count", ctypes.c_int32),
-                ("int_count", ctypes.c_int32), ("float_count", ctypes.c_int32),
-                ("launch", ctypes.POINTER(Launch)), ("operand", ctypes.POINTER(ctypes.c_char_p)),
-                ("scratch_bytes", ctypes.POINTER(ctypes.c_uint64)),
-                ("ints", ctypes.POINTER(ctypes.c_int64)),
-                ("floats", ctypes.POINTER(ctypes.c_float))]
-
+from .._context import context
+from .._library import check, lib
+from .._structs import (MAX_RANK, SOURCE_PIECES, AttentionBackwardArgs, AttentionForwardArgs,
+                        DeviceInfo, Launch, Launches, Tensor)
 
 # Every operation that can be launched, and its args struct.
 ARGS: Dict[str, Type[ctypes.Structure]] = {
     "attention_forward": AttentionForwardArgs,
     "attention_backward": AttentionBackwardArgs,
-}
-
-CALLS = {
-    "orchard_launches_create": (ctypes.c_int, [
-        ctypes.c_void_p, ctypes.POINTER(ctypes.POINTER(Launches)), ctypes.c_char_p,
-        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]),
-    "orchard_launches_free": (None, [ctypes.POINTER(Launches)]),
 }
 
 
@@ -178,20 +121,14 @@ def _launch_of(raw: Launch) -> OneLaunch:
                      threads=[width * raw.threads, height, depth], group=[raw.threads, 1, 1])
 
 
-def declare(library: ctypes.CDLL) -> None:
-    """Tells ctypes the signatures of orchard/launch.h."""
-    for name, (result, parameters) in CALLS.items():
-        call = getattr(library, name)
-        call.restype, call.argtypes = result, parameters
-
-
-def make_plan(library: ctypes.CDLL, context: ctypes.c_void_p, op: str, arguments: Arguments,
-              device: DeviceInfo, check) -> Plan:
-    """The plan for Metal; `check` raises what a bad status stands for."""
+def make_plan(op: str, arguments: Arguments, device: DeviceInfo) -> Plan:
+    """The plan for Metal; raises where the call is wrong. Of the context only the allocator is
+    used, so it is one without threads and devices."""
     raw = ctypes.POINTER(Launches)()
     args = (ctypes.c_char * len(arguments.bytes)).from_buffer(arguments.bytes)
-    check(library.orchard_launches_create(context, ctypes.byref(raw), op.encode(), args, b"metal",
-                                          ctypes.byref(device)))
+    handle = context(threads=1, backend="ref").handle
+    check(lib.orchard_launches_create(handle, ctypes.byref(raw), op.encode(), args, b"metal",
+                                      ctypes.byref(device)))
     try:
         told = raw.contents
         return Plan(reason=told.reason.decode() if told.reason else None,
@@ -200,4 +137,4 @@ def make_plan(library: ctypes.CDLL, context: ctypes.c_void_p, op: str, arguments
                     scratch=told.scratch_bytes[:told.scratch_count],
                     ints=told.ints[:told.int_count], floats=told.floats[:told.float_count])
     finally:
-        library.orchard_launches_free(raw)
+        lib.orchard_launches_free(raw)

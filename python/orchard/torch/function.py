@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Optional, Tuple, Union
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._library import ArgumentError, DtypeError, ShapeError, UnsupportedError
-from . import autograd, cpu, ops
+from . import autograd, cpu, mps_attention, ops, outputs
 
 Tensor = torch.Tensor
 NUMBER = (int, float, torch.SymInt, torch.SymFloat)
@@ -209,10 +210,12 @@ def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
     """(out, lse) for arguments in the order of the op's schema, by the right Function."""
     if _transformed():
         return autograd.Attention.apply(q, k, v, bias, mask, alibi, sinks, *rest)
-    if torch.is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or v.requires_grad
-            or (bias is not None and bias.requires_grad)
-            or (sinks is not None and sinks.requires_grad)):
+    needs = outputs.needed(q, k, v, bias, sinks) if torch.is_grad_enabled() else 0
+    if q.is_mps and not torch.compiler.is_compiling() and not isinstance(q, FakeTensor):
+        out = mps_attention.instead(with_lse, needs, q, k, v, bias, mask, alibi, sinks, *rest)
+        if out is not None:
+            return out, None
+    if needs:
         made = autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest), with_lse)
         return made if with_lse else (made, None)
     return ops.forward(q, k, v, bias, mask, alibi, sinks, *rest)

@@ -4,10 +4,12 @@ The C library says what to run (orchard/launch.h): kernel texts in MSL, grids, l
 `torch.mps.compile_shader` compiles the texts and encodes the launches into the same encoder that
 PyTorch's own operations use, so their order is PyTorch's, nothing waits, and no memory is copied:
 
-    launcher = Launcher(library, context, check)
     reason = launcher.supported("attention_forward", operands, options)
     if reason is None:
         launcher.run("attention_forward", operands, options)     # writes operands["out"]
+
+`forward` and `backward` are the kernels of `orchard::attention_*` for MPS tensors, `report()` tells
+what became of the calls so far (a part of `orchard.report()`).
 
 What compile_shader promises, and what is made of it (torch 2.7 and later):
 - argument i is buffer i; a tensor binds the MTLBuffer of its storage, private or shared, at the
@@ -25,18 +27,19 @@ changes for autograd: outputs must be fresh tensors.
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 import torch
 
+from .. import reports
+from .._library import ArgumentError, DtypeError, LayoutError, UnsupportedError
 from . import _launch
+from .operands import DTYPES
+from .outputs import GRADIENTS, Tensors2, Tensors5, new_gradients, new_outputs
 
-# As in orchard/core.h.
-DTYPES: Dict[torch.dtype, int] = {
-    torch.float64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4, torch.int64: 5,
-    torch.int32: 6, torch.int16: 7, torch.int8: 8, torch.uint8: 9, torch.bool: 10}
+Operands = Dict[str, Optional[torch.Tensor]]
+Options = Dict[str, Any]
 
 # Lengths, whose numbers the C library checks if it is given them.
 LENGTHS = ("key_lengths", "cu_seqlens_q", "cu_seqlens_k")
@@ -59,12 +62,9 @@ _STORAGE_BITS = 50
 _MOST_PLANS = 512
 
 
-class Unsupported(NotImplementedError):
-    """This call is not for the launcher; the text says why."""
-
-    def __init__(self, op: str, reason: str) -> None:
-        super().__init__(f"{op}: mps did not take the call ({reason})")
-        self.op, self.reason = op, reason
+def refused(op: str, reason: str, note: str = "") -> UnsupportedError:
+    """The exception for a call that the launcher does not take; the C library's own sentence."""
+    return UnsupportedError(f"{op}: mps did not take the call ({reason}){note}")
 
 
 class _Ready:
@@ -87,23 +87,19 @@ def _on_host(lengths: torch.Tensor) -> torch.Tensor:
 
 
 class Launcher:
-    """Runs operations of the C library on MPS tensors.
+    """Runs operations of the C library on MPS tensors. `mps` is torch.mps, or what a test puts in
+    its place."""
 
-    `library` is liborchard, `context` gives this thread's orchard_ctx, `check` raises what a status
-    stands for. `mps` is torch.mps, or what a test puts in its place.
-    """
-
-    def __init__(self, library: ctypes.CDLL, context: Callable[[], ctypes.c_void_p],
-                 check: Callable[[int], None], mps: Any = torch.mps) -> None:
-        _launch.declare(library)
-        self._library, self._context, self._check, self._mps = library, context, check, mps
+    def __init__(self, mps: Any = torch.mps) -> None:
+        self._mps = mps
         self._device: Optional[_launch.DeviceInfo] = None
         self._lock = threading.RLock()
         self._libraries: Dict[Tuple[bytes, Tuple[int, ...]], Any] = {}  # or why it did not compile
         self._plans: Dict[tuple, _Ready] = {}
         self._nothing: Dict[torch.device, torch.Tensor] = {}
-        self._counts: Dict[Tuple[str, Optional[str]], int] = {}
+        self._counts: Dict[Tuple[str, str, Optional[str]], int] = {}
         self.compiled = 0  # libraries, so far
+        self.agreed: Set[tuple] = set()  # calls that were asked for and will be taken
 
     # ---- The device ------------------------------------------------------------------------------
 
@@ -157,17 +153,18 @@ class Launcher:
                   options: Mapping[str, Any], check_lengths: bool, asking: bool
                   ) -> Tuple[tuple, List[Tuple[str, torch.Tensor, int]]]:
         """All that a plan depends on, and each operand with the number that says where it lies."""
+        check_lengths = check_lengths and any(operands.get(name) is not None for name in LENGTHS)
         storages: Dict[int, int] = {}
         described, key = [], []
         for name, tensor in operands.items():
             if tensor is None:
                 continue
             if tensor.device.type != "mps" and not (asking and tensor.is_meta):
-                raise ValueError(f"{op}: {name} is on {tensor.device}, must be on mps")
+                raise ArgumentError(f"{op}: {name} is on {tensor.device}, must be on mps")
             if tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
-                raise ValueError(f"{op}: {name} is not a plain strided tensor")
+                raise LayoutError(f"{op}: {name} is not a plain strided tensor")
             if tensor.dtype not in DTYPES:
-                raise TypeError(f"{op}: {name} is {tensor.dtype}, which no operation takes")
+                raise DtypeError(f"{op}: {name} is {tensor.dtype}, which Orchard does not know")
             storage = -id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
             place = storages.setdefault(storage, len(storages) + 1)
             offset = tensor.storage_offset()
@@ -211,7 +208,7 @@ class Launcher:
             return ready, None
         device = self.device()
         arguments, kept = self._arguments(op, described, options, check_lengths)
-        plan = _launch.make_plan(self._library, self._context(), op, arguments, device, self._check)
+        plan = _launch.make_plan(op, arguments, device)
         ready = _Ready(plan, [])
         if plan.reason is not None:
             return ready, plan.reason
@@ -220,7 +217,7 @@ class Launcher:
             if reason is not None:
                 return ready, reason
             ready.kernels.append(kernel)
-        if not kept and not options.get("dropout"):  # lengths and seeds are others the next time
+        if not kept and not options.get("seed"):  # lengths and seeds are others the next time
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = ready
@@ -236,7 +233,7 @@ class Launcher:
         be meta tensors: there is no need to make them first."""
         _, reason = self._prepare(op, operands, options, check_lengths, asking=True)
         if reason is not None and count:
-            self._count(op, reason)
+            self.count(op, reason)
         return reason
 
     def run(self, op: str, operands: Mapping[str, Optional[torch.Tensor]],
@@ -249,8 +246,8 @@ class Launcher:
         """
         ready, reason = self._prepare(op, operands, options, check_lengths)
         if reason is not None:
-            self._count(op, reason)
-            raise Unsupported(op, reason)
+            self.count(op, reason)
+            raise refused(op, reason)
         plan = ready.plan
         if plan.launches:
             device = next(t for t in operands.values() if t is not None).device
@@ -264,7 +261,7 @@ class Launcher:
             bound += (plan.ints, plan.floats)
             for launch, kernel in zip(plan.launches, ready.kernels):
                 kernel(*bound, threads=launch.threads, group_size=launch.group)
-        self._count(op, None)
+        self.count(op, None)
 
     def _dummy(self, device: torch.device) -> torch.Tensor:
         found = self._nothing.get(device)
@@ -272,13 +269,93 @@ class Launcher:
             found = self._nothing[device] = torch.empty(16, dtype=torch.uint8, device=device)
         return found
 
+    def agree(self, asked: tuple) -> None:
+        """Remembers that this call is taken, whatever `asked` says of it."""
+        if len(self.agreed) >= _MOST_PLANS:
+            self.agreed.clear()
+        self.agreed.add(asked)
+
     # ---- What happened ---------------------------------------------------------------------------
 
-    def _count(self, op: str, reason: Optional[str]) -> None:
+    def count(self, op: str, reason: Optional[str], backend: str = "mps") -> None:
+        """One more call that `backend` ran, or did not for this reason."""
         with self._lock:
-            self._counts[op, reason] = self._counts.get((op, reason), 0) + 1
+            key = op, backend, reason
+            self._counts[key] = self._counts.get(key, 0) + 1
 
-    def report(self) -> List[Tuple[str, Optional[str], int]]:
-        """(operation, why it was refused or None, how often), as orchard_report tells it."""
+    def report(self) -> reports.Report:
+        """How often each operation ran, and why it did not."""
         with self._lock:
-            return [(op, reason, count) for (op, reason), count in self._counts.items()]
+            return reports.Report(reports.ReportLine(op, backend, reason, count)
+                                  for (op, backend, reason), count in self._counts.items())
+
+
+launcher = Launcher()
+
+
+def report() -> reports.Report:
+    """What became of the calls with MPS tensors so far: run by Orchard's kernels ("mps"), refused
+    and why, run by PyTorch's own operation instead ("pytorch")."""
+    return launcher.report()
+
+
+reports.also(report)
+
+
+# ---- The kernels of orchard::attention_forward and orchard::attention_backward -------------------
+
+def named(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_t,
+          max_s, scale, causal, bottom_right, window_left, window_right, softcap,
+          dropout) -> Tuple[Operands, Options]:
+    """The arguments of the ops' schemas by the names of the C struct orchard_attention; options
+    that say nothing are left out."""
+    inputs = dict(q=q, k=k, v=v, bias=bias, mask=mask, alibi=alibi, sinks=sinks,
+                  key_lengths=key_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    options: Options = {}
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        options.update(max_t=max_t, max_s=max_s)
+    if scale is not None:
+        options.update(has_scale=1, scale=scale)
+    if causal:
+        options["causal"] = 1
+    if bottom_right:
+        options["align"] = 1
+    if (window_left, window_right) != (-1, -1):
+        options.update(has_window=1, window_left=window_left, window_right=window_right)
+    if softcap:
+        options["softcap"] = softcap
+    if dropout:
+        options.update(dropout=dropout, seed=0 if seed is None else int(seed))
+    return inputs, options
+
+
+def backward_operands(needs: int, inputs: Operands, dout: torch.Tensor,
+                      dlse: Optional[torch.Tensor], out: torch.Tensor, lse: torch.Tensor,
+                      made: Tensors5) -> Operands:
+    """All of backward's operands: the gradients that are needed are among `made`."""
+    operands = dict(inputs, dout=dout, dlse=dlse, out=out, lse=lse)
+    for bit, name, gradient in zip(GRADIENTS, ("q", "k", "v", "bias", "sinks"), made):
+        if needs & bit and inputs[name] is not None:
+            operands["d" + name] = gradient
+    return operands
+
+
+def forward(q, k, v, *rest) -> Tensors2:
+    """attention_forward; parameters as in the schema."""
+    operands, options = named(q, k, v, *rest)
+    packed = operands["cu_seqlens_q"] is not None
+    out = lse = None
+    # Without an output the library looks at the inputs and says what is wrong with their ranks.
+    if q.dim() == v.dim() == (3 if packed else 4):
+        out, lse = new_outputs(q, v, packed)
+    launcher.run("attention_forward", dict(operands, out=out, lse=lse), options)
+    return out, lse
+
+
+def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:
+    """attention_backward; parameters as in the schema. The forward has checked the lengths."""
+    inputs, options = named(q, k, v, bias, mask, alibi, sinks, *rest)
+    made = new_gradients(needs, q, k, v, bias, sinks)
+    operands = backward_operands(needs, inputs, dout, dlse, out, lse, made)
+    launcher.run("attention_backward", operands, options, check_lengths=False)
+    return made

@@ -7,13 +7,12 @@ so that a compiled graph can draw a new one at each call; None where there is no
 
 from __future__ import annotations
 
-import importlib
 from typing import Callable, Tuple
 
 import torch
 
 from .._library import UnsupportedError
-from . import batching, cpu
+from . import batching, cpu, mps
 from .outputs import Tensors2, Tensors5, new_gradients, new_outputs
 
 # What forward and backward share, in this order everywhere: here, in kernels, in function.py.
@@ -39,33 +38,17 @@ backward = torch.ops.orchard.attention_backward.default
 # ---- Kernels -------------------------------------------------------------------------------------
 
 def kernel_for(device: str) -> Tuple[Callable[..., Tensors2], Callable[..., Tensors5]]:
-    """The (forward, backward) kernels of a device type: parameters as in the schemas.
-
-    The seam for other devices: `orchard.torch.mps` provides `forward` and `backward` for "mps".
-    """
+    """The (forward, backward) kernels of a device type: parameters as in the schemas."""
     if device == "cpu":
         return cpu.forward, cpu.backward
     if device == "mps":
-        try:
-            module = importlib.import_module("orchard.torch.mps")
-        except ModuleNotFoundError:
-            raise UnsupportedError("attention: this build of Orchard has no launcher for "
-                                   "device mps") from None
-        return module.forward, module.backward
+        return mps.forward, mps.backward
     raise UnsupportedError(f"attention: tensors are on device {device}, Orchard serves cpu and mps")
 
 
-def _forward_mps(*args) -> Tensors2:
-    return kernel_for("mps")[0](*args)
-
-
-def _backward_mps(*args) -> Tensors5:
-    return kernel_for("mps")[1](*args)
-
-
 cpu.register(library)
-library.impl("attention_forward", _forward_mps, "MPS")
-library.impl("attention_backward", _backward_mps, "MPS")
+library.impl("attention_forward", mps.forward, "MPS")
+library.impl("attention_backward", mps.backward, "MPS")
 
 
 # ---- Fakes: shapes and strides without memory ----------------------------------------------------

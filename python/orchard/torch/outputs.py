@@ -13,6 +13,12 @@ Tensors5 = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 DQ, DK, DV, DBIAS, DSINKS = GRADIENTS = (1, 2, 4, 8, 16)
 
 
+def needed(*inputs: Optional[torch.Tensor]) -> int:
+    """`needs` for q, k, v, bias, sinks: those that require a gradient."""
+    return sum(bit for bit, tensor in zip(GRADIENTS, inputs)
+               if tensor is not None and tensor.requires_grad)
+
+
 def new_outputs(q: torch.Tensor, v: torch.Tensor, packed: bool) -> Tensors2:
     """out and lse. out lies in memory as [B,T,H,E]: joining the heads afterwards costs no copy."""
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
