@@ -216,7 +216,8 @@ def test_no_arguments_by_name(library):
 def test_misuse_that_the_standin_stops_at(call, words):
     code = ("import torch, fake_mps, test_fake_mps as t; fake_mps.install()\n"
             f"library = torch.mps.compile_shader(t.ADD); x = t.zeros(4)\n{call}\n")
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=200, env=os.environ)
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=200,
+                           env=dict(os.environ, PYTHONPATH=os.path.dirname(os.path.abspath(__file__))))
     assert child.returncode != 0 and b"metal stand-in:" in child.stderr and words in child.stderr, child.stderr
 
 

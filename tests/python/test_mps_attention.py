@@ -164,7 +164,7 @@ def test_wrong_calls_are_orchards_exceptions(mistake, error, words):
 def test_without_the_standin_these_tests_fail_with_a_sentence():
     for build, words in (("", "ORCHARD_BUILD is not set"), ("/nonexistent", "--target metal_standin")):
         child = subprocess.run([sys.executable, "-c", "import fake_mps; fake_mps.install()"],
-                               env=dict(os.environ, ORCHARD_BUILD=build, PYTHONPATH=os.path.dirname(__file__)),
+                               env=dict(os.environ, ORCHARD_BUILD=build, PYTHONPATH=os.path.dirname(os.path.abspath(__file__))),
                                capture_output=True, text=True, timeout=200)
         assert child.returncode and words in child.stderr
 
