@@ -19,6 +19,7 @@ from orchard.torch.outputs import DBIAS, DK, DQ, DV
 from test_mps import counted, draw, launcher, on_mps  # noqa: F401 (launcher is a fixture)
 from torch_formula import formula
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 F64 = "f64 tensors: no GPU backend has double precision"
 
 
@@ -164,7 +165,7 @@ def test_wrong_calls_are_orchards_exceptions(mistake, error, words):
 def test_without_the_standin_these_tests_fail_with_a_sentence():
     for build, words in (("", "ORCHARD_BUILD is not set"), ("/nonexistent", "--target metal_standin")):
         child = subprocess.run([sys.executable, "-c", "import fake_mps; fake_mps.install()"],
-                               env=dict(os.environ, ORCHARD_BUILD=build, PYTHONPATH=os.path.dirname(os.path.abspath(__file__))),
+                               env=dict(os.environ, ORCHARD_BUILD=build, PYTHONPATH=HERE),
                                capture_output=True, text=True, timeout=200)
         assert child.returncode and words in child.stderr
 
