@@ -250,9 +250,13 @@ static inline void prefetch_keys(const orch_view *view, int64_t columns,
 
 /* ---- Products -------------------------------------------------------------------------------- */
 
-/* scores[j][.] = k_j . q over `keys` rows of k. */
+/* A score's chain of sums has at most so many steps: with more, rounding would show in heads of
+ * several hundred (docs/numerics.md). */
+enum { SCORE_CHAIN = 128 };
+
+/* scores[j][.] = k_j . q over `keys` rows of k, added to what is there if `more`. */
 ORCH_INLINE void score_product_of(real *scores, key_rows k, const real *q, int64_t D, int64_t keys,
-                                  int vectors)
+                                  int vectors, bool more)
 {
     for (int64_t j = 0; j < keys; j += TILE_ROWS) {
         const int64_t rows = keys - j < TILE_ROWS ? keys - j : TILE_ROWS;
@@ -263,7 +267,8 @@ ORCH_INLINE void score_product_of(real *scores, key_rows k, const real *q, int64
                       1);                                                                          \
         for (int r = 0; r < count; r++) {                                                          \
             for (int c = 0; c < vectors; c++) {                                                    \
-                v_store(scores + (j + r) * PANEL + c * VW, sum.at[r][c]);                          \
+                real *at = scores + (j + r) * PANEL + c * VW;                                      \
+                v_store(at, more ? v_add(v_load(at), sum.at[r][c]) : sum.at[r][c]);                \
             }                                                                                      \
         }                                                                                          \
     } while (0)
@@ -275,10 +280,14 @@ ORCH_INLINE void score_product_of(real *scores, key_rows k, const real *q, int64
 static inline void score_product(real *scores, key_rows k, const real *q, int64_t D, int64_t keys,
                                  int vectors)
 {
-    if (vectors == 2) {
-        score_product_of(scores, k, q, D, keys, 2);
-    } else {
-        score_product_of(scores, k, q, D, keys, 1);
+    for (int64_t d = 0; d < D; d += SCORE_CHAIN) {
+        const int64_t count = D - d < SCORE_CHAIN ? D - d : SCORE_CHAIN;
+        const key_rows part = {k.data + d, k.stride};
+        if (vectors == 2) {
+            score_product_of(scores, part, q + d * PANEL, count, keys, 2, d > 0);
+        } else {
+            score_product_of(scores, part, q + d * PANEL, count, keys, 1, d > 0);
+        }
     }
 }
 
