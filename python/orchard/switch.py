@@ -13,7 +13,7 @@ object (`orchard.active()` lists them):
 
 A call that Orchard serves is torch's in everything but the kernel. Every other call (nested
 tensors, other devices, sdpa_kernel(MATH), what torch refuses ...) goes to the original function
-untouched, and `orchard.switch.counts()` tells how many, by reason. docs/pytorch.md tells what is
+untouched, and `orchard.counts()` tells how many, by reason. docs/pytorch.md tells what is
 not reached.
 """
 
@@ -164,7 +164,7 @@ def _count(what: str) -> None:
 
 
 def _grouped(enable_gqa: bool) -> Dict[str, bool]:
-    # torch 2.4 does not know the argument.
+    # Passed on only where it says something: wrappers of the original may not know it.
     return {"enable_gqa": enable_gqa} if enable_gqa else {}
 
 
