@@ -24,8 +24,7 @@ test: setup-test
 bench: setup-bench
 	@$(MAKE) --no-print-directory all python
 	$(BUILD)/orchard bench attention
-	.venv/bin/python bench/compare_torch.py --library $(BUILD)/liborchard.so
-	.venv/bin/python bench/bench_torch.py
+	.venv/bin/python bench/compare_torch.py
 	.venv/bin/python bench/bench_gpt2.py
 
 # The package with PyTorch, in an environment of this folder's own.

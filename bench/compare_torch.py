@@ -1,14 +1,18 @@
 """Orchard beside PyTorch's scaled_dot_product_attention, in one process, interleaved.
 
-    .venv/bin/python bench/compare_torch.py [--library build/liborchard.so] [--rows WORD] ...
+    .venv/bin/python bench/compare_torch.py [--rows WORD] [--shrink N] ...
 
-Prints a markdown table (that of bench/results.md). Orchard is called through ctypes on torch's
-own tensors and, unless said, on torch's own threads (torch_parallel_for). Each sample times torch
-and then Orchard; "ratio" is torch's best time over Orchard's best, "median" the median of the
-samples' ratios. torch's forward runs with gradients recorded, as in training; its backward is
-autograd.grad alone on a kept graph. Orchard writes into tensors that exist already: its callers
-own all memory. Where the two compute the same (all but dropout), results are compared, and a
-difference is a failure.
+Prints markdown tables (those of bench/results.md). Each sample times three calls in turn: torch;
+Orchard's C library through ctypes, on torch's own tensors and threads (torch_parallel_for), into
+tensors that exist already, since its callers own all memory; and orchard.torch as a user calls it,
+with fresh outputs and gradients by autograd. A ratio is torch's best time over Orchard's best,
+"median" the median of the samples' ratios. Forward runs with gradients recorded, as in training;
+backward is autograd.grad alone on a kept graph. Where they compute the same (all but dropout),
+results are compared, and a difference is a failure. Then: what a call costs when there is hardly
+anything to compute, what speed is kept beside torch's operations, and scratch memory.
+
+Needs the package: `make python` installs it; or PYTHONPATH=python with ORCHARD_LIBRARY (and, for
+the kernels in C, ORCHARD_TORCH_LIBRARY) set.
 """
 
 import argparse
@@ -18,29 +22,34 @@ import os
 import statistics
 import sys
 import time
-from ctypes import byref
+from ctypes import byref, c_size_t, c_void_p
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-import liborchard as lo
+import orchard
+from orchard import _structs as structs
+from orchard._context import Context
+from orchard._library import check, lib
+from orchard.torch import cpu
+from orchard.torch import scaled_dot_product_attention
 
-DTYPES = {torch.float64: lo.F64, torch.float32: lo.F32, torch.float16: lo.F16,
-          torch.bfloat16: lo.BF16, torch.int64: lo.I64, torch.bool: lo.BOOL}
+DTYPES = {torch.float64: structs.F64, torch.float32: structs.F32, torch.float16: structs.F16,
+          torch.bfloat16: structs.BF16, torch.int64: structs.I64, torch.bool: structs.BOOL}
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def describe(tensor):
     """The orchard_tensor of a torch tensor; the caller keeps the torch tensor alive."""
-    made = lo.Tensor(data=tensor.data_ptr(), dtype=DTYPES[tensor.dtype], rank=tensor.dim())
+    made = structs.Tensor(data=tensor.data_ptr(), dtype=DTYPES[tensor.dtype], rank=tensor.dim())
     made.size[:tensor.dim()] = tensor.shape
     made.stride[:tensor.dim()] = tensor.stride()
     return made
 
 
 class Case:
-    """One row: its tensors, torch's way and Orchard's way to compute it."""
+    """One row: its tensors, and torch's way and Orchard's two ways to compute it."""
 
     def __init__(self, name, B=1, H=12, G=None, N=1024, T=None, D=64, dtype=torch.float32,
                  causal=False, dropout=0.0, bias=False, bias_grad=False, window=None,
@@ -55,6 +64,7 @@ class Case:
         self.dout = torch.randn(B, H, T, D, dtype=dtype)
         self.bias = torch.randn(1, H, T, N, dtype=dtype).requires_grad_(bias_grad) if bias else None
         self.gqa = G != H
+        self.lengths = None
         self.torch_mask = self.bias
         if window:
             place = torch.arange(N)
@@ -63,28 +73,43 @@ class Case:
         if lengths:
             self.lengths = torch.tensor(lengths)
             self.torch_mask = (torch.arange(N) < self.lengths[:, None])[:, None, None, :]
+        self.window = (window - 1, 0) if window else None
         self.inputs = [self.q, self.k, self.v] + ([self.bias] if bias_grad else [])
-        self.make_args(window, lengths)
+        self.make_args()
 
-    def make_args(self, window, lengths):
+    def make_args(self):
+        """The structs of the C calls, and the tensors that they write to."""
         self.out = torch.empty_like(self.dout)
         self.grads = [torch.empty_like(x) for x in self.inputs]
         self.lse = torch.empty(self.dout.shape[:3])
-        attention = lo.Attention(q=describe(self.q), k=describe(self.k), v=describe(self.v),
-                                 causal=self.causal, dropout=self.dropout, seed=1)
+        attention = structs.Attention(q=describe(self.q), k=describe(self.k), v=describe(self.v),
+                                      causal=self.causal, dropout=self.dropout, seed=1)
         if self.bias is not None:
             attention.bias = describe(self.bias)
-        if window:
-            attention.has_window, attention.window_left, attention.window_right = 1, window - 1, 0
-        if lengths:
+        if self.window:
+            attention.has_window = 1
+            attention.window_left, attention.window_right = self.window
+        if self.lengths is not None:
             attention.key_lengths = describe(self.lengths)
         out, lse = describe(self.out), describe(self.lse)
-        self.forward_args = lo.ForwardArgs(out=out, lse=lse, attention=attention)
-        names = ["dq", "dk", "dv", "dbias"]
-        self.backward_args = lo.BackwardArgs(dout=describe(self.dout), out=out, lse=lse,
-                                             attention=attention)
-        for name, gradient in zip(names, self.grads):
+        self.forward_args = structs.AttentionForwardArgs(out=out, lse=lse, attention=attention)
+        self.backward_args = structs.AttentionBackwardArgs(dout=describe(self.dout), out=out,
+                                                           lse=lse, attention=attention)
+        for name, gradient in zip(["dq", "dk", "dv", "dbias"], self.grads):
             setattr(self.backward_args, name, describe(gradient))
+
+    def c_forward(self, context):
+        check(lib.orchard_attention_forward(context, byref(self.forward_args)))
+        return self.out
+
+    def c_backward(self, context):
+        check(lib.orchard_attention_backward(context, byref(self.backward_args)))
+        return self.grads
+
+    def our_forward(self):
+        return scaled_dot_product_attention(self.q, self.k, self.v, self.bias, self.dropout,
+                                            self.causal, enable_gqa=self.gqa, window=self.window,
+                                            key_lengths=self.lengths)
 
     def torch_causal(self):
         return self.causal and self.torch_mask is None
@@ -164,39 +189,70 @@ def print_row(*cells):
     print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
 
 
-def compare(case, direction, shared, own, seconds):
+def compare(case, direction, context, seconds):
     """One line of the table; returns whether the results agree."""
     if direction == "forward":
-        def theirs():
+        def recorded(function):
             with torch.set_grad_enabled(not case.decode):
-                return case.torch_forward()
+                return [function()]
 
-        def ours(ctx):
-            ctx.forward(byref(case.forward_args))
-
-        ours(shared)
-        expected, found = [theirs()], [case.out]
+        calls = [lambda: recorded(case.torch_forward), lambda: [case.c_forward(context)],
+                 lambda: recorded(case.our_forward)]
     else:
-        graph = case.torch_forward()
+        def gradients(output):
+            return torch.autograd.grad(output, case.inputs, case.dout, retain_graph=True)
 
-        def theirs():
-            return torch.autograd.grad(graph, case.inputs, case.dout, retain_graph=True)
-
-        def ours(ctx):
-            ctx.backward(byref(case.backward_args))
-
-        shared.forward(byref(case.forward_args))
-        ours(shared)
-        expected, found = theirs(), case.grads
-    agree = bool(case.dropout) or all(case.difference(e, f) <= 1 for e, f in zip(expected, found))
-    torch_times, our_times = interleave([theirs, lambda: ours(shared)], seconds)
-    own_times, = interleave([lambda: ours(own)], seconds / 4)
-    median = statistics.median(a / b for a, b in zip(torch_times, our_times))
-    print_row(case.name, direction, case.torch_path(), f"{1e3 * min(torch_times):.3f}",
-              f"{1e3 * min(our_times):.3f}", f"{min(torch_times) / min(our_times):.2f}",
-              f"{median:.2f}", f"{1e3 * min(own_times):.3f}",
+        torch_out, our_out = case.torch_forward(), case.our_forward()
+        case.c_forward(context)
+        calls = [lambda: gradients(torch_out), lambda: case.c_backward(context),
+                 lambda: gradients(our_out)]
+    expected, *found = (call() for call in calls)
+    agree = bool(case.dropout) or all(case.difference(e, f) <= 1
+                                      for ours in found for e, f in zip(expected, ours))
+    times = interleave(calls, seconds)
+    best = [min(taken) for taken in times]
+    medians = [statistics.median(a / b for a, b in zip(times[0], ours)) for ours in times[1:]]
+    print_row(case.name, direction, case.torch_path(), *(f"{1e3 * t:.3f}" for t in best),
+              f"{best[0] / best[1]:.2f}", f"{medians[0]:.2f}", f"{best[0] / best[2]:.2f}",
+              f"{medians[1]:.2f}", f"{best[1] / best[2]:.2f}",
               "NO" if not agree else "(dropout)" if case.dropout else "yes")
     return agree
+
+
+def overhead(seconds):
+    """What a call costs with [1,2,4,64] tensors on one thread: bursts of 100, the best of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    tensors = [torch.randn(1, 2, 4, 64) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    dout = torch.randn(1, 2, 4, 64)
+
+    def no_grad(function):
+        with torch.no_grad():
+            for _ in range(100):
+                function(*tensors)
+
+    def recording(function):
+        for _ in range(100):
+            function(*leaves)
+
+    def both(function):
+        for _ in range(100):
+            torch.autograd.grad(function(*leaves), leaves, dout)
+
+    print(f"\nA call on [1,2,4,64] fp32, 1 thread, kernels in {cpu.kernel()}: microseconds, the "
+          "best of bursts of 100\n")
+    print_row("call", "torch", "orchard.torch", "orchard / torch", "aim")
+    print_row(*["---"] * 5)
+    for name, what, aim in (("forward, no_grad", no_grad, "<= 2"),
+                            ("forward, recording", recording, ""),
+                            ("forward + backward", both, "<= 1.3")):
+        torch_times, our_times = interleave([lambda w=what: w(F.scaled_dot_product_attention),
+                                             lambda w=what: w(scaled_dot_product_attention)],
+                                            seconds)
+        a, b = 1e4 * min(torch_times), 1e4 * min(our_times)
+        print_row(name, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}", aim)
+    torch.set_num_threads(before)
 
 
 def alternate(contexts, shrink, seconds):
@@ -209,9 +265,9 @@ def alternate(contexts, shrink, seconds):
     print_row(*["---"] * 6)
     for length in (256, 1024):
         case = Case("", N=max(8, length // shrink), causal=True)
-        for name, ctx in contexts:
-            def ours(ctx=ctx, case=case):
-                ctx.forward(byref(case.forward_args))
+        for name, context in contexts:
+            def ours(context=context, case=case):
+                case.c_forward(context)
 
             alone, = interleave([ours], seconds / 2)
             _, _, turn = interleave([lambda: torch.exp(numbers),
@@ -221,21 +277,46 @@ def alternate(contexts, shrink, seconds):
                       f"{statistics.median(alone) / statistics.median(turn):.2f}")
 
 
-def scratch(library, threads, backend, shrink):
+class CountingAllocator:
+    """The C library's realloc, with a count of bytes held and their peak."""
+
+    def __init__(self):
+        libc = ctypes.CDLL(None)
+        libc.realloc.restype, libc.realloc.argtypes = c_void_p, [c_void_p, c_size_t]
+        libc.free.restype, libc.free.argtypes = None, [c_void_p]
+        self.bytes = self.peak = 0
+
+        def alloc(_user, pointer, old_size, new_size):
+            held = old_size if pointer else 0
+            if not new_size:
+                libc.free(pointer)
+                self.bytes -= held
+                return None
+            block = libc.realloc(pointer, new_size)
+            self.bytes += new_size - held if block else 0
+            self.peak = max(self.peak, self.bytes)
+            return block
+
+        self.function = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t, c_size_t)(alloc)
+        self.address = ctypes.cast(self.function, c_void_p).value
+
+
+def scratch(options):
     """Bytes that the context's allocator hands out during one call."""
     print("\nScratch beside inputs and outputs, counted by the allocator, N=16384 H=1 D=64 fp32, "
-          f"{threads} threads\n")
+          f"{options.threads} threads\n")
     print_row("direction", "MiB", "limit MiB")
     print_row(*["---"] * 3)
-    case = Case("", H=1, N=max(8, 16384 // shrink))
-    for direction, limit in (("forward", 4), ("backward", 40)):
-        counter = lo.CountingAllocator()
-        with library.context(threads=threads, backend=backend, alloc=counter) as ctx:
-            before = counter.bytes
-            if direction == "forward":
-                ctx.forward(byref(case.forward_args))
-            else:
-                ctx.backward(byref(case.backward_args))
+    case = Case("", H=1, N=max(8, 16384 // options.shrink))
+    for direction, call, limit in (("forward", case.c_forward, 4),
+                                   ("backward", case.c_backward, 40)):
+        counter, context = CountingAllocator(), c_void_p()
+        opts = structs.CtxOpts(threads=options.threads, alloc=counter.address)
+        opts.backend = options.backend.encode() if options.backend else None
+        check(lib.orchard_ctx_create_version(byref(context), byref(opts), structs.HEADER_VERSION))
+        before = counter.bytes
+        call(context)
+        lib.orchard_ctx_free(context)
         print_row(direction, f"{(counter.peak - before) / 2**20:.2f}", limit)
 
 
@@ -257,13 +338,11 @@ def cpu_model():
 
 
 def parse():
-    here = os.path.dirname(os.path.abspath(__file__))
     parser = argparse.ArgumentParser(description="Orchard beside torch's attention")
-    parser.add_argument("--library", default=os.path.join(here, "..", "build", "liborchard.so"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=2.0, help="per line of the table")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per line of the table")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--backend", help="as ORCHARD_BACKEND")
+    parser.add_argument("--backend", help="of the C calls, as ORCHARD_BACKEND")
     parser.add_argument("--shrink", type=int, default=1, help="divide lengths, for a quick look")
     return parser.parse_args()
 
@@ -272,26 +351,26 @@ def main():
     options = parse()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    library = lo.Library(os.path.abspath(options.library))
-    settings = {"threads": options.threads, "backend": options.backend}
+    shared = Context(options.threads, options.backend, parallel_for=torch_parallel_for())
+    own = Context(options.threads, options.backend)
+    print(f"{datetime.date.today()}, {cpu_model()}, {options.threads} threads, torch "
+          f"{torch.__version__}, Orchard {orchard.version()} ({shared.cpu}), orchard.torch's "
+          f"kernels in {cpu.kernel()}; `python {' '.join(sys.argv)}`\n")
+    print_row("B=1 H=12 N=1024 D=64 fp32 unless said", "direction", "torch's path", "torch ms",
+              "C ms", "orchard.torch ms", "C ratio", "median", "orchard.torch ratio", "median",
+              "of C's", "same result")
+    print_row(*["---"] * 12)
     good = True
-    with library.context(parallel_for=torch_parallel_for(), **settings) as shared, \
-            library.context(**settings) as own:
-        print(f"{datetime.date.today()}, {cpu_model()}, {options.threads} threads, torch "
-              f"{torch.__version__}, Orchard {library.version()} ({shared.cpu()}); "
-              f"`python {' '.join(sys.argv)}`\n")
-        print_row("B=1 H=12 N=1024 D=64 fp32 unless said", "direction", "torch's path", "torch ms",
-                  "Orchard ms", "ratio", "median", "Orchard ms, own threads", "same result")
-        print_row(*["---"] * 9)
-        for name, shape in cases(options.shrink):
-            if options.rows.lower() not in name.lower():
-                continue
+    for name, shape in cases(options.shrink):
+        if options.rows.lower() in name.lower():
             case = Case(name, **shape)
             for direction in ("forward",) if case.decode else ("forward", "backward"):
-                good = compare(case, direction, shared, own, options.seconds) and good
-        if not options.rows:
-            alternate([("torch", shared), ("its own", own)], options.shrink, options.seconds)
-            scratch(library, options.threads, options.backend, options.shrink)
+                good = compare(case, direction, shared.handle, options.seconds) and good
+    if not options.rows:
+        overhead(options.seconds)
+        alternate([("torch", shared.handle), ("its own", own.handle)], options.shrink,
+                  options.seconds)
+        scratch(options)
     if not good:
         sys.exit("compare_torch: results differ where the table says NO")
 

@@ -258,7 +258,7 @@ static void test_fork(void)
     fflush(NULL);
     pid_t child = fork();
     if (child == 0) {
-        alarm(20);
+        alarm(CHILD_SECONDS);
         if (!on("cpu")) {
             FAILS(orchard_buffer_read(buffer, 0, bytes, 4), ORCHARD_ERROR_DEVICE);
             FAILS(orchard_ctx_sync(ctx), ORCHARD_ERROR_DEVICE);
@@ -436,14 +436,14 @@ static void test_another_device(void)
 static void run_groups(const char *name)
 {
     backend = name;
-    run_group("storage", test_storage, 60);
-    run_group("misuse", test_misuse, 60);
-    run_group("lives", test_lives, 60);
-    run_group("fork", test_fork, 60);
-    run_group("no memory", test_no_memory, 60);
+    run_group("storage", test_storage);
+    run_group("misuse", test_misuse);
+    run_group("lives", test_lives);
+    run_group("fork", test_fork);
+    run_group("no memory", test_no_memory);
     if (!on("cpu")) {
-        run_group("no addresses", test_no_addresses, 60);
-        run_group("private on the host", test_private_on_host, 60);
+        run_group("no addresses", test_no_addresses);
+        run_group("private on the host", test_private_on_host);
     }
 }
 
@@ -459,7 +459,7 @@ int main(int argc, char **argv)
         run_groups("metal");
     }
     if (opencl_exists && standin_exists()) {
-        run_group("another device", test_another_device, 60);
+        run_group("another device", test_another_device);
     }
     return fixture_end("buffer");
 }

@@ -462,7 +462,7 @@ static void test_fork(void)
     fflush(NULL);
     pid_t child = fork();
     if (child == 0) {
-        alarm(20);
+        alarm(CHILD_SECONDS);
         fork_child(device, batch, &memory);
         fflush(NULL);
         _exit(check_failed != 0);
@@ -480,18 +480,18 @@ int main(int argc, char **argv)
 {
     fixture_start(argc, argv);
     if (have_opencl()) {
-        run_group("values", test_values, 60);
-        run_group("caching", test_caching_driver, 60);
-        run_group("local", test_local_memory, 60);
-        run_group("grid", test_grid, 60);
-        run_group("batches", test_batches, 60);
-        run_group("threads", test_threads, 60);
-        run_group("compile", test_compile_refusals, 60);
-        run_group("launch", test_launch_refusals, 60);
-        run_group("memory", test_memory_refusals, 60);
-        run_group("own", test_own_objects, 60);
-        run_group("registry", test_registry, 60);
-        run_group("fork", test_fork, 60);
+        run_group("values", test_values);
+        run_group("caching", test_caching_driver);
+        run_group("local", test_local_memory);
+        run_group("grid", test_grid);
+        run_group("batches", test_batches);
+        run_group("threads", test_threads);
+        run_group("compile", test_compile_refusals);
+        run_group("launch", test_launch_refusals);
+        run_group("memory", test_memory_refusals);
+        run_group("own", test_own_objects);
+        run_group("registry", test_registry);
+        run_group("fork", test_fork);
     }
     return fixture_end("device");
 }

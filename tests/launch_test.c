@@ -429,15 +429,15 @@ static void memory_fails(void)
 int main(int argc, char **argv)
 {
     fixture_start(argc, argv);
-    run_group("described", described_devices, 60);
-    run_group("no_device", no_device_is_opened, 60);
-    run_group("operands", operands_are_named, 60);
-    run_group("misuse", misuse, 60);
-    run_group("memory", memory_fails, 60);
-    run_group("opencl", opencl_launches, 300);
+    run_group("described", described_devices);
+    run_group("no_device", no_device_is_opened);
+    run_group("operands", operands_are_named);
+    run_group("misuse", misuse);
+    run_group("memory", memory_fails);
+    run_group("opencl", opencl_launches);
     if (standin_exists()) {
-        run_group("metal", metal_launches, 300);
-        run_group("metal_without_matrices", metal_without_matrices, 300);
+        run_group("metal", metal_launches);
+        run_group("metal_without_matrices", metal_without_matrices);
     }
     return fixture_end("launch");
 }

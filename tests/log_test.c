@@ -238,7 +238,7 @@ static void test_writers(void)
     }
     pid_t child = fork();
     if (child == 0) {
-        alarm(20);
+        alarm(CHILD_SECONDS);
         _exit(thread_main(ctx[0]) != NULL);
     }
     waitpid(child, &state, 0);
@@ -367,22 +367,22 @@ static void test_queued_calls(void)
 int main(int argc, char **argv)
 {
     groups_start(argc, argv);
-    run_group("unset", test_unset, 60);
-    run_group("empty", test_empty, 60);
-    run_group("zero", test_zero, 60);
-    run_group("usual places", test_usual_places, 60);
-    run_group("mode", test_mode, 60);
-    run_group("link", test_link, 60);
-    run_group("pipe", test_pipe, 60);
-    run_group("foreign file", test_foreign_file, 60);
-    run_group("buffers", test_buffers, 60);
-    run_group("writers", test_writers, 60);
-    run_group("cpu calls", test_cpu_calls, 60);
-    run_group("other spelling", test_other_spelling, 60);
-    run_group("refused calls", test_refused_calls, 60);
+    run_group("unset", test_unset);
+    run_group("empty", test_empty);
+    run_group("zero", test_zero);
+    run_group("usual places", test_usual_places);
+    run_group("mode", test_mode);
+    run_group("link", test_link);
+    run_group("pipe", test_pipe);
+    run_group("foreign file", test_foreign_file);
+    run_group("buffers", test_buffers);
+    run_group("writers", test_writers);
+    run_group("cpu calls", test_cpu_calls);
+    run_group("other spelling", test_other_spelling);
+    run_group("refused calls", test_refused_calls);
     if (standin_exists()) {
-        run_group("metal calls", test_metal_calls, 120);
-        run_group("queued calls", test_queued_calls, 60);
+        run_group("metal calls", test_metal_calls);
+        run_group("queued calls", test_queued_calls);
     }
     return fixture_end("log");
 }

@@ -392,7 +392,7 @@ static void test_fork(void)
     fflush(NULL);
     pid_t child = fork();
     if (child == 0) {
-        alarm(20);
+        alarm(CHILD_SECONDS);
         fork_child(device, batches, &memory);
         fflush(NULL);
         _exit(check_failed != 0);
@@ -411,15 +411,15 @@ int main(int argc, char **argv)
 {
     fixture_start(argc, argv);
     if (standin_exists()) {
-        run_group("values", test_values, 60);
-        run_group("kernels", test_kernels, 60);
-        run_group("odd bytes", test_odd_bytes, 60);
-        run_group("batches", test_batches, 60);
-        run_group("threads", test_threads, 60);
-        run_group("compile", test_compile_refusals, 60);
-        run_group("launch", test_launch_refusals, 60);
-        run_group("memory", test_memory_refusals, 60);
-        run_group("fork", test_fork, 60);
+        run_group("values", test_values);
+        run_group("kernels", test_kernels);
+        run_group("odd bytes", test_odd_bytes);
+        run_group("batches", test_batches);
+        run_group("threads", test_threads);
+        run_group("compile", test_compile_refusals);
+        run_group("launch", test_launch_refusals);
+        run_group("memory", test_memory_refusals);
+        run_group("fork", test_fork);
     }
     return fixture_end("metal_device");
 }

@@ -203,7 +203,7 @@ static void sweep(family which)
         fflush(NULL);
         pid_t child = fork();
         if (child == 0) {
-            alarm(30);
+            alarm(CHILD_SECONDS);
             child_of_family();
         }
         waitpid(child, &state, 0);
@@ -362,14 +362,14 @@ static void test_own_objects(void)
 int main(int argc, char **argv)
 {
     fixture_start(argc, argv);
-    run_group("not a Mac", test_not_a_mac, 20);
-    run_group("no library", test_no_library, 20);
-    run_group("no function", test_no_function, 20);
+    run_group("not a Mac", test_not_a_mac);
+    run_group("no library", test_no_library);
+    run_group("no function", test_no_function);
     if (standin_exists()) {
-        run_group("no device", test_no_device, 20);
-        run_group("own", test_own_objects, 60);
-        run_group("room", test_lost_while_waiting_for_room, 60);
-        run_group("sweeps", test_sweeps, 300);
+        run_group("no device", test_no_device);
+        run_group("own", test_own_objects);
+        run_group("room", test_lost_while_waiting_for_room);
+        run_group("sweeps", test_sweeps);
     }
     return fixture_end("metal_fault");
 }

@@ -378,7 +378,7 @@ static void calls_on_the_way_out(void)
         fflush(stdout);
         const pid_t child = fork();
         if (child == 0) {
-            alarm(20);
+            alarm(60);
             leaving = true;
             good_at_exit = true;
             if (with_pool) {

@@ -438,7 +438,7 @@ static void run_sweep(const family *f, int variant)
         fflush(NULL);
         pid_t child = fork();
         if (child == 0) {
-            alarm(120);
+            alarm(CHILD_SECONDS);
             check_passed = check_failed = 0;
             run_child();
         }

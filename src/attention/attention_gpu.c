@@ -130,6 +130,14 @@ static sizes sizes_of(const orch_attention *p, const orch_device_caps *caps)
     return n;
 }
 
+/* For kernels without tiles, which need not be compiled for every size of head. */
+static sizes without_tiles(sizes n)
+{
+    n.dp = n.ep = 16;
+    n.bk = 32;
+    return n;
+}
+
 void orch_attention_add_launch(orch_gpu_plan *plan, const char *name, const char *text,
                                const orch_attention *p, const sizes *n, int backward,
                                int64_t groups0, int64_t groups1, int64_t groups2)
@@ -146,7 +154,7 @@ void orch_attention_add_launch(orch_gpu_plan *plan, const char *name, const char
                                 .threads = n->bq};
     snprintf(launch->defines, sizeof launch->defines,
              "#define DTYPE %s\n#define BACKWARD %d\n#define SCRATCH %d\n#define FULL %d\n"
-             "#define DP %d\n#define EP %d\n#define BK %d\n#define BQ %d\n#define RB %d\n"
+             "#define DP %d\n#define EP %d\n#define BK %d\n#define THREADS %d\n#define RB %d\n"
              "#define KEEP %d\n#define MAKES %d\n",
              dtype, backward, (int)plan->scratch_count, (int)n->full, n->dp, n->ep, n->bk, n->bq,
              n->rb, (int)n->keep, n->makes);
@@ -401,6 +409,7 @@ const char *orch_attention_backward_gpu_plan(const void *problem, const orch_dev
     }
     sizes n = sizes_of(p, caps);
     n.full = (flags_of(p) & FLAGS_FULL) != 0;
+    const sizes plain = without_tiles(n);
     const dbias_cut cut = p->dbias.present ? cut_dbias(p, &n) : (dbias_cut){.chunks = 1};
     const bool queries = p->B > 0 && orch_attention_has_queries(p);
     if (cut.tiles > INT32_MAX || cut.elements / n.bq > INT32_MAX) {
@@ -420,7 +429,7 @@ const char *orch_attention_backward_gpu_plan(const void *problem, const orch_dev
     const bool keys = (p->dk.present || p->dv.present) && p->B > 0 && orch_attention_has_keys(p);
     const bool matrix = orch_attention_has_matrix(&n, caps) && !is_decode(p);
     if (queries && (!matrix || p->dbias.present || p->dsinks.present)) {
-        add_launch(plan, "attention_delta", orch_text_attention_backward_delta_k, p, &n, 1,
+        add_launch(plan, "attention_delta", orch_text_attention_backward_delta_k, p, &plain, 1,
                    row_blocks, p->G, p->B);
     }
     if (!matrix && queries && p->dq.present) {
@@ -435,8 +444,8 @@ const char *orch_attention_backward_gpu_plan(const void *problem, const orch_dev
         plan_dbias(plan, p, &n, &cut);
     }
     if (p->dsinks.present && p->H > 0) {
-        add_launch(plan, "attention_dsinks", orch_text_attention_backward_dsinks_k, p, &n, 1, p->H,
-                   1, 1);
+        add_launch(plan, "attention_dsinks", orch_text_attention_backward_dsinks_k, p, &plain, 1,
+                   p->H, 1, 1);
     }
     if (matrix) { /* with a delta of their own, so behind what uses the other one */
         orch_attention_matrix_backward(plan, p, &n, queries, keys);

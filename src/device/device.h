@@ -155,6 +155,9 @@ typedef struct orch_cache_key {
 
 orch_cache_key orch_cache_key_of(const char *const *strings, int32_t count);
 
+/* Whether there is a cache at all; it may still turn out that it cannot be written. */
+bool orch_cache_is_on(void);
+
 /* The stored bytes, to be freed with free(), or NULL: not there, damaged, or the cache is off. */
 void *orch_cache_load(orch_cache_key key, size_t *bytes);
 

@@ -28,7 +28,7 @@ typedef struct orch_gpu_launch {
     const char *text;               /* its text, without defines and prelude */
     const char *common;             /* the room's common text, in front of it; "" if none */
     const char *helpers;            /* more of it, for some kernels, behind `common`; NULL: none */
-    char defines[ORCH_GPU_DEFINES]; /* "#define D 64\n#define ...\n" */
+    char defines[ORCH_GPU_DEFINES]; /* "#define THREADS 64\n#define ...\n" */
     int64_t groups[3];
     int32_t threads;
 } orch_gpu_launch;

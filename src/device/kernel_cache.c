@@ -157,6 +157,12 @@ static void *load(int file, orch_cache_key key, size_t *bytes)
     return data;
 }
 
+bool orch_cache_is_on(void)
+{
+    char directory[PATH_MAX - 64];
+    return find_directory(directory, sizeof directory, false);
+}
+
 void *orch_cache_load(orch_cache_key key, size_t *bytes)
 {
     char path[PATH_MAX];

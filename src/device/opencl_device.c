@@ -77,10 +77,12 @@ static cl_program load_program(orch_opencl *device, const char *text)
 
 static void store_program(orch_opencl *device, const char *text, cl_program program)
 {
-    /* One device, or the sizes would be a list; a caller's context may hold several. */
+    /* Not asked for in vain: PoCL compiles a kernel once more for a binary. One device only, or the
+     * sizes would be a list; a caller's context may hold several. */
     cl_uint devices = 0;
     size_t bytes = 0;
-    if (device->cl.GetProgramInfo(program, CL_PROGRAM_NUM_DEVICES, sizeof devices, &devices,
+    if (!orch_cache_is_on() ||
+        device->cl.GetProgramInfo(program, CL_PROGRAM_NUM_DEVICES, sizeof devices, &devices,
                                   NULL) != CL_SUCCESS ||
         devices != 1 ||
         device->cl.GetProgramInfo(program, CL_PROGRAM_BINARY_SIZES, sizeof bytes, &bytes, NULL) !=

@@ -5,7 +5,9 @@
  * canonical one. */
 #pragma OPENCL FP_CONTRACT OFF
 
-#define KERNEL __kernel
+/* THREADS is how many a group has: the defines of every launch say it. A compiler that knows it
+ * compiles for it, and for nothing else. */
+#define KERNEL __kernel __attribute__((reqd_work_group_size(THREADS, 1, 1)))
 #define GLOBAL __global
 #define LOCAL __local
 #define PRIVATE __private

@@ -348,7 +348,9 @@ API cl_int clBuildProgram(cl_program p, cl_uint n, const cl_device_id *d, const 
 
 API cl_int clGetProgramInfo(cl_program p, cl_uint q, size_t n, void *to, size_t *size)
 {
-    return fails("query") ? CL_OUT_OF_RESOURCES : CALL(GetProgramInfo, p, q, n, to, size);
+    return fails(q == CL_PROGRAM_BINARIES ? "export" : "query")
+               ? CL_OUT_OF_RESOURCES
+               : CALL(GetProgramInfo, p, q, n, to, size);
 }
 
 API cl_int clGetProgramBuildInfo(cl_program p, cl_device_id d, cl_uint q, size_t n, void *to,
