@@ -240,6 +240,18 @@ static void set_scalars(orch_gpu_plan *plan, const orch_attention *p, int operan
     plan->float_count = FLOATS;
 }
 
+/* The operands of both passes end with three vectors of lengths. */
+static void set_strides(int64_t *strides, const orch_view *const *views, int view_count,
+                        const orch_attention *p)
+{
+    for (int n = 0; n < view_count; n++, strides += 4) {
+        set_view(strides, views[n]);
+    }
+    set_lengths(strides, &p->key_lengths);
+    set_lengths(strides + 4, &p->cu_seqlens_q);
+    set_lengths(strides + 8, &p->cu_seqlens_k);
+}
+
 static const char too_many_groups[] = "more than 2^31 groups";
 
 /* What no kernel here can do. */
@@ -269,11 +281,26 @@ static const char *too_much_scratch(const orch_gpu_plan *plan, const orch_device
     return NULL;
 }
 
+/* What both passes begin with: NULL, a plan without launches and the kernels' sizes; or why not. */
+static const char *begin(orch_gpu_plan *plan, const orch_attention *p, const orch_device_caps *caps,
+                         const orch_view *const *views, int operands, sizes *n)
+{
+    *plan = (orch_gpu_plan){0};
+    const char *why_not = refusal(p, caps);
+    if (!why_not) {
+        *n = sizes_of(p, caps);
+        n->full = (flags_of(p) & FLAGS_FULL) != 0;
+        set_scalars(plan, p, operands);
+        set_strides(plan->ints + operands + INT_STRIDES, views, operands - 3, p);
+    }
+    return why_not;
+}
+
 /* ---- Forward --------------------------------------------------------------------------------- */
 
-static void forward_strides(orch_gpu_plan *plan, const orch_attention *p)
+static const char *begin_forward(orch_gpu_plan *plan, const orch_attention *p,
+                                 const orch_device_caps *caps, sizes *n)
 {
-    int64_t *strides = plan->ints + ORCH_FORWARD_OPERANDS + INT_STRIDES;
     const orch_view *const views[] = {
         [ORCH_FORWARD_OUT] = &p->out,     [ORCH_FORWARD_LSE] = &p->lse,
         [ORCH_FORWARD_Q] = &p->q,         [ORCH_FORWARD_K] = &p->k,
@@ -281,12 +308,7 @@ static void forward_strides(orch_gpu_plan *plan, const orch_attention *p)
         [ORCH_FORWARD_MASK] = &p->mask,   [ORCH_FORWARD_ALIBI] = &p->alibi,
         [ORCH_FORWARD_SINKS] = &p->sinks,
     };
-    for (int n = 0; n <= ORCH_FORWARD_SINKS; n++) {
-        set_view(strides + 4 * n, views[n]);
-    }
-    set_lengths(strides + 4 * ORCH_FORWARD_KEY_LENGTHS, &p->key_lengths);
-    set_lengths(strides + 4 * ORCH_FORWARD_CU_SEQLENS_Q, &p->cu_seqlens_q);
-    set_lengths(strides + 4 * ORCH_FORWARD_CU_SEQLENS_K, &p->cu_seqlens_k);
+    return begin(plan, p, caps, views, ORCH_FORWARD_OPERANDS, n);
 }
 
 static bool is_decode(const orch_attention *p)
@@ -314,15 +336,11 @@ const char *orch_attention_forward_gpu_plan(const void *problem, const orch_devi
                                             orch_gpu_plan *plan)
 {
     const orch_attention *p = problem;
-    *plan = (orch_gpu_plan){0};
-    const char *why_not = refusal(p, caps);
+    sizes n;
+    const char *why_not = begin_forward(plan, p, caps, &n);
     if (why_not) {
         return why_not;
     }
-    sizes n = sizes_of(p, caps);
-    n.full = (flags_of(p) & FLAGS_FULL) != 0;
-    set_scalars(plan, p, ORCH_FORWARD_OPERANDS);
-    forward_strides(plan, p);
     if (p->B == 0 || !orch_attention_has_queries(p)) {
         return NULL;
     }
@@ -339,9 +357,9 @@ const char *orch_attention_forward_gpu_plan(const void *problem, const orch_devi
 
 /* ---- Backward -------------------------------------------------------------------------------- */
 
-static void backward_strides(orch_gpu_plan *plan, const orch_attention *p)
+static const char *begin_backward(orch_gpu_plan *plan, const orch_attention *p,
+                                  const orch_device_caps *caps, sizes *n)
 {
-    int64_t *strides = plan->ints + ORCH_BACKWARD_OPERANDS + INT_STRIDES;
     const orch_view *const views[] = {
         [ORCH_BACKWARD_DQ] = &p->dq,         [ORCH_BACKWARD_DK] = &p->dk,
         [ORCH_BACKWARD_DV] = &p->dv,         [ORCH_BACKWARD_DBIAS] = &p->dbias,
@@ -352,12 +370,7 @@ static void backward_strides(orch_gpu_plan *plan, const orch_attention *p)
         [ORCH_BACKWARD_BIAS] = &p->bias,     [ORCH_BACKWARD_MASK] = &p->mask,
         [ORCH_BACKWARD_ALIBI] = &p->alibi,   [ORCH_BACKWARD_SINKS] = &p->sinks,
     };
-    for (int n = 0; n <= ORCH_BACKWARD_SINKS; n++) {
-        set_view(strides + 4 * n, views[n]);
-    }
-    set_lengths(strides + 4 * ORCH_BACKWARD_KEY_LENGTHS, &p->key_lengths);
-    set_lengths(strides + 4 * ORCH_BACKWARD_CU_SEQLENS_Q, &p->cu_seqlens_q);
-    set_lengths(strides + 4 * ORCH_BACKWARD_CU_SEQLENS_K, &p->cu_seqlens_k);
+    return begin(plan, p, caps, views, ORCH_BACKWARD_OPERANDS, n);
 }
 
 /* Who owns what of dbias: groups for tiles of queries by keys, for heads of batch elements, and how
@@ -402,21 +415,17 @@ const char *orch_attention_backward_gpu_plan(const void *problem, const orch_dev
                                              orch_gpu_plan *plan)
 {
     const orch_attention *p = problem;
-    *plan = (orch_gpu_plan){0};
-    const char *why_not = refusal(p, caps);
+    sizes n;
+    const char *why_not = begin_backward(plan, p, caps, &n);
     if (why_not) {
         return why_not;
     }
-    sizes n = sizes_of(p, caps);
-    n.full = (flags_of(p) & FLAGS_FULL) != 0;
     const sizes plain = without_tiles(n);
     const dbias_cut cut = p->dbias.present ? cut_dbias(p, &n) : (dbias_cut){.chunks = 1};
     const bool queries = p->B > 0 && orch_attention_has_queries(p);
     if (cut.tiles > INT32_MAX || cut.elements / n.bq > INT32_MAX) {
         return too_many_groups;
     }
-    set_scalars(plan, p, ORCH_BACKWARD_OPERANDS);
-    backward_strides(plan, p);
     plan->ints[ORCH_BACKWARD_OPERANDS + INT_CHUNKS] = cut.chunks;
     plan->ints[ORCH_BACKWARD_OPERANDS + INT_VISITS] = cut.visits;
 
