@@ -14,6 +14,7 @@
 #include "formula.h"
 #include "peak.h"
 #include "timing.h"
+#include "values.h"
 
 enum { H = 4, D = 64, SMALLEST = 1024 };
 
@@ -182,9 +183,8 @@ static int reserve(demo *d)
         d->ours[i] = calloc(1, tensor_bytes(d->N));
         d->theirs[i] = i < OUT ? NULL : calloc(1, tensor_bytes(d->N));
         good = good && d->ours[i] && (i < OUT || d->theirs[i]);
-        for (int64_t j = 0; good && i < OUT && j < H * d->N * D; j++) {
-            state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-            d->ours[i][j] = (float)(state >> 40) * 0x1p-22f - 2.0f;
+        if (good && i < OUT) {
+            orch_fill(&state, 2, d->ours[i], H * d->N * D);
         }
     }
     return good;
@@ -204,13 +204,7 @@ static double difference(const demo *d)
 {
     double worst = 0;
     for (int i = OUT; i < TENSOR_COUNT; i++) {
-        double off = 0, largest = 0;
-        for (int64_t j = 0; j < H * d->N * D; j++) {
-            double here = fabs((double)d->ours[i][j] - (double)d->theirs[i][j]);
-            off = here <= off ? off : isnan(here) ? INFINITY : here;
-            largest = fmax(largest, fabs((double)d->theirs[i][j]));
-        }
-        worst = fmax(worst, off / largest);
+        worst = fmax(worst, orch_difference_of(d->ours[i], d->theirs[i], H * d->N * D));
     }
     return worst;
 }

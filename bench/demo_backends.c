@@ -11,6 +11,7 @@
 #include <orchard.h>
 
 #include "peak.h"
+#include "values.h"
 
 enum { B = 2, H = 4, G = 2, D = 64, RUNS = 20 };
 enum { PAGE = 16384, OFF_PAGE = 20 }; /* Metal's page; an address that suits floats and no device */
@@ -39,18 +40,9 @@ static backend present[ORCHARD_MAX_BACKENDS];
 static int present_count;
 static int failures;
 
-static void stop(const char *what)
-{
-    fprintf(stderr, "orchard_demo_backends: %s\n", what);
-    exit(1);
-}
-
-static void must(orchard_status status)
-{
-    if (status) {
-        stop(orchard_last_error());
-    }
-}
+#define PROGRAM "orchard_demo_backends"
+#define stop(what) orch_stop(PROGRAM, what)
+#define must(status) orch_must(PROGRAM, status)
 
 /* ---- Tensors --------------------------------------------------------------------------------- */
 
@@ -74,11 +66,7 @@ static orchard_tensor tensor_of(const shape *s, int n)
 static int64_t elements(const shape *s, int n)
 {
     const orchard_tensor t = tensor_of(s, n);
-    int64_t count = 1;
-    for (int32_t i = 0; i < t.rank; i++) {
-        count *= t.size[i];
-    }
-    return count;
+    return orch_elements(&t);
 }
 
 static size_t bytes_of(const shape *s, int n)
@@ -100,9 +88,8 @@ static values values_make(const shape *s)
         if (!v.of[n]) {
             stop("no memory");
         }
-        for (int64_t i = 0; n <= DOUT && i < elements(s, n); i++) {
-            state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-            v.of[n][i] = (float)(state >> 40) * 0x1p-23f - 1.0f;
+        if (n <= DOUT) {
+            orch_fill(&state, 1, v.of[n], elements(s, n));
         }
     }
     return v;
@@ -120,13 +107,7 @@ static double difference(const shape *s, const values *a, const values *b)
 {
     double worst = 0;
     for (int n = DQ; n <= DV; n++) {
-        double off = 0, largest = 0;
-        for (int64_t i = 0; i < elements(s, n); i++) {
-            const double here = fabs((double)a->of[n][i] - (double)b->of[n][i]);
-            off = here <= off ? off : isnan(here) ? INFINITY : here;
-            largest = fmax(largest, fabs((double)b->of[n][i]));
-        }
-        worst = fmax(worst, off / largest);
+        worst = fmax(worst, orch_difference_of(a->of[n], b->of[n], elements(s, n)));
     }
     return worst;
 }

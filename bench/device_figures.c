@@ -14,6 +14,7 @@
 #include "cli.h"
 #include "peak.h"
 #include "plain_loop.h"
+#include "values.h"
 
 enum { H = 4, N = 1024, D = 64, PAGE = 16384 };
 enum { SMALL = 64, SMALL_CALLS = 200, SMALL_TURNS = 60 };
@@ -35,24 +36,20 @@ typedef struct figures {
     orchard_buffer *buffer[TENSORS];           /* private */
 } figures;
 
-static void stop(const char *what)
-{
-    fprintf(stderr, "orchard_device_figures: %s\n", what);
-    exit(1);
-}
-
-static void must(orchard_status status)
-{
-    if (status) {
-        stop(orchard_last_error());
-    }
-}
+#define PROGRAM "orchard_device_figures"
+#define stop(what) orch_stop(PROGRAM, what)
+#define must(status) orch_must(PROGRAM, status)
 
 /* ---- Tensors and calls ----------------------------------------------------------------------- */
 
+static int64_t elements(int n)
+{
+    return n == LSE ? H * N : H * N * D;
+}
+
 static size_t bytes_of(int n)
 {
-    return (size_t)(n == LSE ? H * N : H * N * D) * sizeof(float);
+    return (size_t)elements(n) * sizeof(float);
 }
 
 static orchard_tensor tensor_of(int n, float *data, orchard_buffer *buffer)
@@ -104,10 +101,7 @@ static void make_tensors(figures *f)
             stop("no memory");
         }
         f->staged[n] = (float *)(memory + sizeof(float));
-        for (size_t i = 0; i < bytes_of(n) / sizeof(float); i++) {
-            state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-            f->staged[n][i] = (float)(state >> 40) * 0x1p-23f - 1.0f;
-        }
+        orch_fill(&state, 1, f->staged[n], elements(n));
         memcpy(f->wrapped[n], f->staged[n], bytes_of(n));
         must(orchard_buffer_create(f->ctx, &f->buffer[n], bytes_of(n), ORCHARD_STORAGE_PRIVATE));
         must(orchard_buffer_write(f->buffer[n], 0, f->staged[n], bytes_of(n)));
@@ -139,17 +133,6 @@ static orch_plain_loop plain_loop(const figures *f)
                              .dq = f->plain[DQ],
                              .dk = f->plain[DK],
                              .dv = f->plain[DV]};
-}
-
-static double difference(const float *a, const float *b, int n)
-{
-    double off = 0, largest = 0;
-    for (size_t i = 0; i < bytes_of(n) / sizeof(float); i++) {
-        const double here = fabs((double)a[i] - (double)b[i]);
-        off = here <= off ? off : isnan(here) ? INFINITY : here;
-        largest = fmax(largest, fabs((double)b[i]));
-    }
-    return off / largest;
 }
 
 static double least(double best, double start)
@@ -220,7 +203,7 @@ static int show_speed(figures *f)
         best[COPY] = fmin(best[COPY], copy_time(f));
     }
     for (int n = OUT; n < TENSORS; n++) {
-        worst = fmax(worst, difference(f->wrapped[n], f->plain[n], n));
+        worst = fmax(worst, orch_difference_of(f->wrapped[n], f->plain[n], elements(n)));
     }
     const orchard_memory_counts staged = counts_of_backward(f, f->staged, NULL);
     const orchard_memory_counts private = counts_of_backward(f, NULL, f->buffer);
@@ -361,7 +344,7 @@ int main(int argc, char **argv)
         {"--once", ORCH_OPTION_FLAG, &once, NULL, "one call of each, and its seconds"},
         {NULL, ORCH_OPTION_FLAG, NULL, NULL, NULL},
     };
-    const int status = orch_cli_options("orchard_device_figures", usage, table, argc - 1, argv + 1);
+    const int status = orch_cli_options(PROGRAM, usage, table, argc - 1, argv + 1);
     if (status >= 0) {
         return status;
     }

@@ -5,6 +5,8 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "values.h"
+
 /* Tensors in one fixed order; the first six are inputs. */
 enum { Q, K, V, DOUT, BIAS, SINKS, OUT, LSE, DQ, DK, DV, DBIAS, DSINKS, TENSOR_COUNT };
 
@@ -51,8 +53,7 @@ static void fill(memory *m)
     uint64_t state = 1;
     for (int tensor = Q; tensor <= SINKS; tensor++) {
         for (int64_t i = 0; i < m->counts[tensor]; i++) {
-            state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-            float value = (float)(state >> 40) * 0x1p-22f - 2.0f;
+            const float value = orch_random(&state, 2);
             if (m->dtype == ORCHARD_F64) {
                 ((double *)m->tensors[tensor].data)[i] = value;
             } else {
@@ -83,10 +84,7 @@ static int make(memory *m, const problem *p, orchard_dtype dtype)
     size_t offset[TENSOR_COUNT + 1] = {0};
     m->dtype = dtype;
     for (int i = 0; i < TENSOR_COUNT; i++) {
-        m->counts[i] = 1;
-        for (int32_t axis = 0; axis < shapes[i].rank; axis++) {
-            m->counts[i] *= shapes[i].size[axis];
-        }
+        m->counts[i] = orch_elements(&shapes[i]);
         offset[i + 1] = offset[i] + (size_t)m->counts[i] * orchard_dtype_size(dtype);
     }
     m->block = malloc(offset[TENSOR_COUNT]);
@@ -129,16 +127,13 @@ static orchard_status compute(orchard_ctx *ctx, const problem *p, memory *m)
     return orchard_attention_backward(ctx, &backward);
 }
 
-/* A NaN counts as an infinite error. */
 static double error_of(const memory *m, const memory *exact, int tensor)
 {
-    double error = 0, largest = 0;
+    orch_difference d = {0};
     for (int64_t i = 0; i < m->counts[tensor]; i++) {
-        double off = fabs(load(m, tensor, i) - load(exact, tensor, i));
-        error = off <= error ? error : isnan(off) ? INFINITY : off;
-        largest = fmax(largest, fabs(load(exact, tensor, i)));
+        orch_compare(&d, load(m, tensor, i), load(exact, tensor, i));
     }
-    return error / largest;
+    return d.off / d.largest;
 }
 
 static void judge(const problem *p, const memory *m, const memory *exact, orch_selftest *result)

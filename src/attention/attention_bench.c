@@ -12,6 +12,7 @@
 #include "attention/attention_cases.h"
 #include "bench.h"
 #include "timing.h"
+#include "values.h"
 
 #define DECODE_QUERIES 16 /* up to so many the time goes into reading keys and values */
 #define MAX_BLOCKS 32
@@ -48,8 +49,7 @@ static float draw(bench *self)
 {
     float sum = 0;
     for (int i = 0; i < 4; i++) {
-        self->random = self->random * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-        sum += (float)(self->random >> 40) * 0x1p-24f - 0.5f;
+        sum += orch_random(&self->random, 0.5f);
     }
     return sum * 1.7320508f;
 }
@@ -77,18 +77,9 @@ static void store(void *data, orchard_dtype dtype, int64_t i, float value)
     }
 }
 
-static int64_t elements(const orchard_tensor *tensor)
-{
-    int64_t count = 1;
-    for (int32_t i = 0; i < tensor->rank; i++) {
-        count *= tensor->size[i];
-    }
-    return count;
-}
-
 static orchard_tensor fill(bench *self, orchard_tensor tensor)
 {
-    for (int64_t i = 0; i < elements(&tensor); i++) {
+    for (int64_t i = 0; i < orch_elements(&tensor); i++) {
         store(tensor.data, tensor.dtype, i, draw(self));
     }
     return tensor;
@@ -98,7 +89,7 @@ static orchard_tensor tensor4(bench *self, orchard_dtype dtype, int64_t b, int64
                               int64_t d)
 {
     orchard_tensor tensor = ORCHARD_TENSOR(NULL, dtype, b, h, t, d);
-    tensor.data = reserve(self, (size_t)elements(&tensor) * orchard_dtype_size(dtype));
+    tensor.data = reserve(self, (size_t)orch_elements(&tensor) * orchard_dtype_size(dtype));
     return tensor;
 }
 
@@ -171,7 +162,7 @@ static void make_args(bench *self)
     const orchard_attention attention = make_attention(self);
     const orchard_dtype lse_dtype = c->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32;
     orchard_tensor lse = ORCHARD_TENSOR(NULL, lse_dtype, c->B, c->H, c->T);
-    lse.data = reserve(self, (size_t)elements(&lse) * orchard_dtype_size(lse_dtype));
+    lse.data = reserve(self, (size_t)orch_elements(&lse) * orchard_dtype_size(lse_dtype));
     const orchard_tensor out = tensor4(self, c->dtype, c->B, c->H, c->T, c->E);
     self->forward =
         (orchard_attention_forward_args){.out = out, .lse = lse, .attention = attention};
