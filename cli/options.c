@@ -1,4 +1,5 @@
 /* Options of every subcommand: one table each, read and explained here. */
+#include <ctype.h>
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
@@ -19,6 +20,14 @@ static void print_help(const char *usage, const orch_option *options)
     printf("  %-22s %s\n", "--help", "this text");
 }
 
+/* Whether a number was read up to the end of its text. strtol and its kind alone would take blanks
+ * and a plus in front. */
+static int read_whole(const char *text, const char *end)
+{
+    const char *first = text + (*text == '-');
+    return !errno && end != text && !*end && (isdigit((unsigned char)*first) || *first == '.');
+}
+
 /* Stores the value; what it should have been when it is not, NULL otherwise. */
 static const char *store(const orch_option *option, const char *text)
 {
@@ -34,17 +43,17 @@ static const char *store(const orch_option *option, const char *text)
     case ORCH_OPTION_REAL: {
         double value = strtod(text, &end);
         *(double *)option->target = value;
-        return errno || end == text || *end || !isfinite(value) ? "a number" : NULL;
+        return !read_whole(text, end) || !isfinite(value) ? "a number" : NULL;
     }
     case ORCH_OPTION_INT64: {
         long long value = strtoll(text, &end, 10);
         *(int64_t *)option->target = value;
-        return errno || end == text || *end ? "a whole number" : NULL;
+        return read_whole(text, end) ? NULL : "a whole number";
     }
     case ORCH_OPTION_INT32: {
         long value = strtol(text, &end, 10);
         *(int32_t *)option->target = (int32_t)value;
-        return errno || end == text || *end || value < 0 || value > INT32_MAX
+        return !read_whole(text, end) || value < 0 || value > INT32_MAX
                    ? "a whole number that is not negative"
                    : NULL;
     }

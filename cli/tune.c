@@ -251,8 +251,9 @@ static int read_shape(const char *text, shape *s)
     const int found = sscanf(text, "%" SCNd64 ",%" SCNd64 ",%" SCNd64 ",%" SCNd64 ",%" SCNd64 "%n",
                              &s->B, &s->H, &s->T, &s->S, &s->D, &length);
     const int64_t most = INT64_C(1) << 20;
-    return found == 5 && !text[length] && s->B > 0 && s->H > 0 && s->T > 0 && s->S > 0 &&
-           s->D > 0 && s->D <= 512 && s->B <= 4096 && s->H <= 4096 && s->T <= most && s->S <= most;
+    return found == 5 && !text[length] && !text[strspn(text, "0123456789,")] && s->B > 0 &&
+           s->H > 0 && s->T > 0 && s->S > 0 && s->D > 0 && s->D <= 512 && s->B <= 4096 &&
+           s->H <= 4096 && s->T <= most && s->S <= most;
 }
 
 static int tune(tuner *t, const shape *shapes, size_t count, int32_t threads)
