@@ -16,8 +16,10 @@
 #include "plain_loop.h"
 #include "values.h"
 
-enum { H = 4, N = 1024, D = 64, PAGE = 16384 };
+enum { H = 4, D = 64, PAGE = 16384 };
 enum { SMALL = 64, SMALL_CALLS = 200, SMALL_TURNS = 60 };
+
+static int32_t length = 1024; /* queries and keys */
 
 #define AGREE 1e-4 /* of the plain loop, whose sums are plain too; relative */
 
@@ -44,7 +46,7 @@ typedef struct figures {
 
 static int64_t elements(int n)
 {
-    return n == LSE ? H * N : H * N * D;
+    return (int64_t)H * length * (n == LSE ? 1 : D);
 }
 
 static size_t bytes_of(int n)
@@ -54,8 +56,8 @@ static size_t bytes_of(int n)
 
 static orchard_tensor tensor_of(int n, float *data, orchard_buffer *buffer)
 {
-    orchard_tensor t = n == LSE ? ORCHARD_TENSOR(data, ORCHARD_F32, 1, H, N)
-                                : ORCHARD_TENSOR(data, ORCHARD_F32, 1, H, N, D);
+    orchard_tensor t = n == LSE ? ORCHARD_TENSOR(data, ORCHARD_F32, 1, H, length)
+                                : ORCHARD_TENSOR(data, ORCHARD_F32, 1, H, length, D);
     t.buffer = buffer;
     return t;
 }
@@ -121,7 +123,7 @@ static void free_tensors(figures *f)
 static orch_plain_loop plain_loop(const figures *f)
 {
     return (orch_plain_loop){.H = H,
-                             .N = N,
+                             .N = length,
                              .D = D,
                              .threads = f->threads,
                              .q = f->wrapped[Q],
@@ -248,9 +250,9 @@ static double start_process(const char *self, const figures *f, const char *work
     snprintf(command, sizeof command,
              "cd '%s' && mkdir -p kernels %s && touch mark && ORCHARD_CACHE=\"$PWD/kernels\" "
              "POCL_CACHE_DIR=\"$PWD/%s\" '%s' --once --backend %s --threads %" PRId32
-             " && find kernels -type f -newer mark | wc -l && "
+             " --length %" PRId32 " && find kernels -type f -newer mark | wc -l && "
              "find %s -name '*.so' -newer mark | wc -l",
-             work, driver_cache, driver_cache, self, f->backend, f->threads, driver_cache);
+             work, driver_cache, driver_cache, self, f->backend, f->threads, length, driver_cache);
     FILE *child = popen(command, "r");
     if (!child || fscanf(child, "%lf %d %d", &seconds, compiled, by_driver) != 3 ||
         pclose(child) != 0) {
@@ -267,8 +269,8 @@ static int show_start(const char *self, const figures *f)
         stop("no temporary directory");
     }
     /* The child runs elsewhere: a relative path to this program is completed. */
-    const size_t length = *self == '/' ? 0 : strlen(path);
-    snprintf(path + length, sizeof path - length, "%s%s", length ? "/" : "", self);
+    const size_t at = *self == '/' ? 0 : strlen(path);
+    snprintf(path + at, sizeof path - at, "%s%s", at ? "/" : "", self);
     const double cold_ms = start_process(path, f, work, "driver", &cold[0], &cold[1]);
     const double warm_ms = start_process(path, f, work, "driver", &warm[0], &warm[1]);
     const double half_ms = start_process(path, f, work, "empty", &half[0], &half[1]);
@@ -341,12 +343,17 @@ int main(int argc, char **argv)
         {"--turns", ORCH_OPTION_INT32, &f.turns, "N", "the best of so many counts (default 9)"},
         {"--threads", ORCH_OPTION_INT32, &f.threads, "N",
          "of the plain loop; 0: ORCHARD_THREADS, else one per core"},
+        {"--length", ORCH_OPTION_INT32, &length, "N",
+         "queries and keys, at least 64 (default 1024)"},
         {"--once", ORCH_OPTION_FLAG, &once, NULL, "one call of each, and its seconds"},
         {NULL, ORCH_OPTION_FLAG, NULL, NULL, NULL},
     };
     const int status = orch_cli_options(PROGRAM, usage, table, argc - 1, argv + 1);
     if (status >= 0) {
         return status;
+    }
+    if (length < SMALL) {
+        stop("--length is less than 64");
     }
     const orchard_ctx_opts opts = {.backend = f.backend, .strict = 1, .threads = f.threads};
     orchard_device_info info;

@@ -170,7 +170,7 @@ static char *options(const struct source *s)
         "-fkeep-persistent-storage-variables",
         s->races ? "-O1 -fno-vectorize -fno-slp-vectorize -Xclang -fsanitize=thread "
                    "-mllvm -tsan-instrument-func-entry-exit=0"
-                 : "-O1", /* compiling takes the time, not running */
+                 : "-O0", /* compiling takes the time, not running */
         s->fast_math ? "-cl-fast-relaxed-math" : "-ffp-contract=off", processor_flags());
 }
 
@@ -229,8 +229,8 @@ static bool compile(const struct source *s, const struct job *j)
     char *chosen = options(s), *code = standin_format("%s.ll", j->object);
     char *first = standin_format("%s %s %s -S -emit-llvm %s -o %s", j->base, address_spaces, chosen,
                                  j->program, code);
-    char *second = standin_format("%s -x ir -O1 -fPIC %s -o %s %s", compiler(), code, j->object,
-                                  link_options());
+    char *second = standin_format("%s -x ir %s -fPIC %s -o %s %s", compiler(),
+                                  s->races ? "-O1" : "-O0", code, j->object, link_options());
     bool good = finished(start(first, "/dev/null", j->messages));
     if (good) {
         char *log = standin_format("%s.log", j->object);
