@@ -7,7 +7,7 @@
 #include "core/context.h"
 #include "fixture.h"
 #define fixture_start groups_start /* fixture.h has one too */
-#include "opencl/device_fixture.h"
+#include "opencl/faulty_use.h"
 #undef fixture_start
 #include "metal/standin_use.h"
 
@@ -214,7 +214,9 @@ static void test_lives(void)
     const orchard_storage storage = on("cpu") ? ORCHARD_STORAGE_HOST : ORCHARD_STORAGE_PRIVATE;
     orchard_buffer *buffer = make_buffer(first, 64, storage), *wrapped = NULL;
     float values[16], back[16] = {0};
-    ramp(values, 16, 1);
+    for (int i = 0; i < 16; i++) {
+        values[i] = (float)(i + 1);
+    }
     WORKS(orchard_buffer_write(buffer, 0, values, sizeof values));
     orchard_ctx_free(first);
     if (!on("cpu")) {

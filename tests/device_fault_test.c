@@ -1,9 +1,8 @@
-/* What happens when OpenCL fails: every n-th call of each family, every n-th allocation of our own,
- * lost devices, missing and strange libraries. Damaged caches: kernel_cache_test.c. */
+/* What happens when a device fails, on OpenCL and on Metal's stand-in: every n-th operation of each
+ * kind, every n-th allocation of our own, lost devices. Damaged caches: kernel_cache_test.c. */
 #include <errno.h>
-#include <sys/stat.h>
 
-#include "opencl/device_fixture.h"
+#include "device_fixture.h"
 
 /* ---- Our own allocations: the linker sends the library's calls here (--wrap) ----------------- */
 
@@ -55,19 +54,20 @@ typedef struct scenario {
     bool committed;
 } scenario;
 
-static _Alignas(64) float host[N];
+static _Alignas(16384) float host[N];
 
 static orchard_status prepare(scenario *s)
 {
     const orch_device_class *class = s->device->class;
-    float x[N];
+    static float x[N];
     ramp(x, N, 1);
     ORCH_TRY(class->allocate(s->device, N * 4, ORCHARD_STORAGE_PRIVATE, &s->memory[X]));
     ORCH_TRY(class->allocate(s->device, N * 4, ORCHARD_STORAGE_SHARED, &s->memory[Y]));
     memset(s->memory[Y].contents, 0, N * 4);
     memset(host, 0, sizeof host);
     ORCH_TRY(class->wrap_host(s->device, host, N * 4, &s->memory[Z]));
-    return class->write(s->device, &s->memory[X], 0, x, N * 4);
+    ORCH_TRY(class->write(s->device, &s->memory[X], 0, x, N * 4));
+    return class->write(s->device, &s->memory[X], 4, x + 1, 5); /* with a word to be kept */
 }
 
 /* y = x; z = y; y = y + 2 x: three commands in one batch. */
@@ -82,10 +82,10 @@ static orchard_status run(scenario *s)
 {
     const orch_device_class *class = s->device->class;
     orch_batch *batch;
-    float read[N];
+    static float read[N];
     ORCH_TRY(prepare(s));
     ORCH_TRY(class->begin(s->device, &batch));
-    orchard_status status = record(s, batch);
+    const orchard_status status = record(s, batch);
     if (status != ORCHARD_OK) {
         class->abandon(batch);
         return status;
@@ -103,98 +103,137 @@ static orchard_status run(scenario *s)
     return ORCHARD_OK;
 }
 
-static const char *family = ""; /* what a sweep lets fail, and which call of it */
-static int family_n;
+/* ---- After a failure ------------------------------------------------------------------------- */
 
-/* After a failure before commit nothing was written; after one that came later the device is lost,
- * and says so in the same words again and again. */
-static void check_aftermath(scenario *s)
+/* What one failing operation of a family leads to. */
+typedef enum outcome {
+    CLEAN,      /* the next try works */
+    REMEMBERED, /* as the compiler's word is: nothing is lost, but the next try does not work */
+    LOST,       /* the device is */
+    LOST_LATE,  /* CLEAN, or the device is lost after commit */
+    LOST_MAYBE  /* or before it, by a `write`, which waits too */
+} outcome;
+
+static const char *family = ""; /* what a sweep lets fail, and which one of it */
+static int family_n;
+static outcome expected = LOST_LATE;
+
+/* The device is lost, and says so in the same words again and again. */
+static void check_lost(scenario *s)
 {
     char sentence[512];
     orch_memory memory;
     orch_batch *batch;
     const orch_kernel *kernel;
-    if (s->device->lost) {
-        CHECK(s->committed || strcmp(family, "sync") == 0); /* `write` waits too */
-        snprintf(sentence, sizeof sentence, "%s", orchard_last_error());
-        SAYS("the device is lost");
-        REFUSED(s->device->class->wait(s->device, NULL), ORCHARD_ERROR_DEVICE);
-        CHECK_STRING(orchard_last_error(), sentence);
-        REFUSED(s->device->class->allocate(s->device, 64, ORCHARD_STORAGE_SHARED, &memory),
-                ORCHARD_ERROR_DEVICE);
-        CHECK_STRING(orchard_last_error(), sentence);
-        REFUSED(s->device->class->begin(s->device, &batch), ORCHARD_ERROR_DEVICE);
-        REFUSED(orch_device_kernel(s->device, "turn", turn_text, &kernel), ORCHARD_ERROR_DEVICE);
-        CHECK_STRING(orchard_last_error(), sentence);
-    } else if (!s->committed && s->memory[Y].handle) {
-        WORKS(s->device->class->wait(s->device, NULL));
-        int written = 0;
-        for (int i = 0; i < N; i++) {
-            written += ((float *)s->memory[Y].contents)[i] != 0 || host[i] != 0;
-        }
-        CHECK_INT(written, 0);
+    snprintf(sentence, sizeof sentence, "%s", orchard_last_error());
+    SAYS(on == ORCH_METAL ? "the device is lost: injected fault" : "the device is lost: ");
+    REFUSED(s->device->class->wait(s->device, NULL), ORCHARD_ERROR_DEVICE);
+    CHECK_STRING(orchard_last_error(), sentence);
+    REFUSED(s->device->class->allocate(s->device, 64, ORCHARD_STORAGE_SHARED, &memory),
+            ORCHARD_ERROR_DEVICE);
+    CHECK_STRING(orchard_last_error(), sentence);
+    REFUSED(s->device->class->begin(s->device, &batch), ORCHARD_ERROR_DEVICE);
+    REFUSED(s->device->class->write(s->device, &s->memory[Y], 0, sentence, 4),
+            ORCHARD_ERROR_DEVICE);
+    REFUSED(orch_device_kernel(s->device, "turn", turn_text[on], &kernel), ORCHARD_ERROR_DEVICE);
+    CHECK_STRING(orchard_last_error(), sentence);
+}
+
+/* Nor is it opened again, while it is open and after that. */
+static void check_stays_lost(void)
+{
+    CHECK(!orch_device_open(on, NULL));
+    REFUSED(ORCHARD_ERROR_DEVICE, ORCHARD_ERROR_DEVICE); /* prints the sentence */
+    SAYS(on == ORCH_METAL ? "the device was lost: injected fault" : "the device was lost: ");
+}
+
+static void release(scenario *s)
+{
+    for (int i = 0; i < MEMORIES; i++) {
+        s->device->class->release(s->device, &s->memory[i]);
+    }
+}
+
+/* After a failure before commit nothing was written, and the next try works. */
+static void check_clean(scenario *s)
+{
+    int written = 0;
+    WORKS(s->device->class->wait(s->device, NULL));
+    for (int i = 0; s->memory[Y].handle && !s->committed && i < N; i++) {
+        written += ((float *)s->memory[Y].contents)[i] != 0 || host[i] != 0;
+    }
+    CHECK_INT(written, 0);
+    if (expected != REMEMBERED) {
+        release(s);
+        *s = (scenario){.device = s->device};
+        WORKS(run(s));
     }
 }
 
 /* The whole life of a device; true if nothing failed. */
-static bool live_once(faulty_library faulty)
+static bool live_once(void)
 {
-    static const char *const objects[] = {"mem",   "event",   "kernel", "program",
-                                          "queue", "context", "map"};
-    scenario s = {.device = orch_device_open(ORCH_OPENCL, NULL)};
-    bool worked = false;
-    if (s.device) {
-        orchard_status status = run(&s);
-        worked = status == ORCHARD_OK;
+    scenario s = {.device = orch_device_open(on, NULL)};
+    if (!s.device) {
         failing_allocation = 0;
-        if (!worked) {
-            REFUSED(status, status);
-            check_aftermath(&s);
-        }
-        bool lost = s.device->lost;
-        for (int i = 0; i < MEMORIES; i++) {
-            s.device->class->release(s.device, &s.memory[i]);
-        }
-        orch_device_close(s.device);
-        bool mapped = !lost && strcmp(family, "map") != 0; /* may stay mapped */
-        for (int i = 0; i < 6 + mapped; i++) {
-            if (faulty.live(objects[i]) != 0) {
-                CHECK_FAIL("%d of %s leaked", faulty.live(objects[i]), objects[i]);
-            }
-        }
-    } else {
         REFUSED(ORCHARD_ERROR_DEVICE, ORCHARD_ERROR_DEVICE);
+        check_nothing_left(false);
+        return false;
     }
+    const orchard_status status = run(&s);
+    const bool lost = s.device->lost;
     failing_allocation = 0;
-    return worked;
+    if (status) {
+        REFUSED(status, status);
+        CHECK(!lost                   ? expected != LOST
+              : expected == LOST_LATE ? s.committed
+                                      : expected == LOST || expected == LOST_MAYBE);
+        (lost ? check_lost : check_clean)(&s);
+    }
+    if (lost) {
+        check_stays_lost();
+    }
+    release(&s);
+    orch_device_close(s.device);
+    check_nothing_left(lost || strcmp(family, "map") == 0); /* then memory may stay mapped */
+    if (lost) {
+        check_stays_lost();
+    }
+    return status == ORCHARD_OK;
 }
 
-/* ---- Every n-th call ------------------------------------------------------------------------- */
+/* ---- Every n-th operation -------------------------------------------------------------------- */
 
-/* One failing call, in a process of its own: what failed may be remembered. Exit 0: it was refused;
- * 1: a check failed; 2: it did no harm; 3: it was never made. */
+/* One failing operation, in a process of its own: what failed may be remembered. Exit 0: it was
+ * refused; 1: a check failed; 2: it did no harm; 3: it was never reached, as far as we can tell. */
 static void child_of_family(void)
 {
-    faulty_library faulty = use_faulty("");
-    bool ours = strcmp(family, "host memory") == 0;
-    failing_allocation = ours ? family_n : 0;
-    allocations = check_failed = 0;
-    if (!ours) {
-        faulty.fail(family, family_n);
+    const bool ours = strcmp(family, "host memory") == 0;
+    use_device();
+    check_failed = allocations = 0;
+    if (ours) {
+        failing_allocation = family_n;
+    } else if (on == ORCH_METAL) {
+        metal.fail(family, family_n);
+    } else {
+        opencl.fail(family, family_n);
     }
-    bool worked = live_once(faulty);
-    bool reached = ours ? allocations >= family_n : faulty.calls(family) >= family_n;
+    const bool worked = live_once();
+    const bool reached = ours               ? allocations >= family_n
+                         : on == ORCH_METAL ? !worked
+                                            : opencl.calls(family) >= family_n;
     if (check_failed) {
         fprintf(stderr, "in: %s, n = %d\n", family, family_n);
     }
-    exit(check_failed ? 1 : worked && !reached ? 3 : worked ? 2 : 0);
+    exit(check_failed ? 1 : !worked ? 0 : reached ? 2 : 3);
 }
 
-/* Calls n = 1, 2, ... fail until there are no more; at least `least` of them must be noticed. */
-static void sweep(const char *name, int least)
+/* Operations n = 1, 2, ... fail until there are no more; at least `least` must be noticed. */
+static void sweep(const char *name, int least, outcome how)
 {
     int noticed = 0, state = 0;
     family = name;
+    expected = how;
     for (family_n = 1; family_n < 100; family_n++) {
         fflush(NULL);
         pid_t child = fork();
@@ -203,12 +242,12 @@ static void sweep(const char *name, int least)
             child_of_family();
         }
         waitpid(child, &state, 0);
-        int code = WIFEXITED(state) ? WEXITSTATUS(state) : -1;
+        const int code = WIFEXITED(state) ? WEXITSTATUS(state) : -1;
         if (code == 3) {
             break;
         }
         if (code != 0 && code != 2) {
-            CHECK_FAIL("%s, n = %d: state %d", name, family_n, state);
+            CHECK_FAIL("%s, n = %d: state %d", family, family_n, state);
         }
         noticed += code == 0;
         check_passed++;
@@ -216,154 +255,68 @@ static void sweep(const char *name, int least)
     CHECK(noticed >= least && family_n > 1 && family_n < 100);
 }
 
-static void test_sweeps(void)
+static void test_opencl_sweeps(void)
 {
-    sweep("open", 3);
-    sweep("devices", 1);
-    sweep("query", 3);
-    sweep("alloc", 7);
-    sweep("kernel", 3);
-    sweep("launch", 10);
-    sweep("copy", 3);
-    sweep("map", 6);
-    sweep("gate", 2);
-    sweep("sync", 4);
-    sweep("event", 3);
-    sweep("profiling", 0); /* costs the figure only */
-    sweep("binary", 0);    /* builds from source instead */
+    sweep("open", 3, CLEAN);
+    sweep("devices", 1, CLEAN);
+    sweep("query", 3, CLEAN);
+    sweep("alloc", 7, CLEAN);
+    sweep("kernel", 3, CLEAN);
+    sweep("launch", 10, CLEAN);
+    sweep("copy", 4, CLEAN);
+    sweep("map", 6, LOST_LATE);
+    sweep("gate", 2, CLEAN);
+    sweep("sync", 4, LOST_MAYBE);
+    sweep("event", 3, LOST_LATE);
+    sweep("profiling", 0, CLEAN); /* costs the figure only */
+    sweep("binary", 0, CLEAN);    /* builds from source instead */
     char empty[160];
     snprintf(empty, sizeof empty, "%s/empty", fixture_directory);
     setenv("ORCHARD_CACHE", empty, 1);
-    sweep("export", 0); /* nothing is kept */
+    sweep("export", 0, CLEAN); /* nothing is kept */
     setenv("ORCHARD_CACHE", "0", 1);
-    sweep("compile", 2);
-    sweep("host memory", 10);
+    sweep("compile", 2, CLEAN);
 }
 
-/* A driver that runs what it was told to drop: found out, and the device is lost. */
+static void test_metal_sweeps(void)
+{
+    sweep("queue", 1, CLEAN);
+    sweep("alloc", 6, CLEAN);
+    sweep("compile", 1, REMEMBERED);
+    sweep("pipeline", 1, REMEMBERED);
+    sweep("command_buffer", 5, CLEAN);
+    sweep("encoder", 7, CLEAN);
+    sweep("run", 5, LOST);
+    sweep("partial", 5, LOST);
+    sweep("wait", 5, LOST);
+    sweep("lost", 5, LOST);
+}
+
+static void test_sweeps(void)
+{
+    (on == ORCH_METAL ? test_metal_sweeps : test_opencl_sweeps)();
+    if (__real_malloc) {
+        sweep("host memory", on == ORCH_METAL ? 8 : 10, CLEAN);
+    }
+}
+
+/* An OpenCL driver that runs what it was told to drop: found out, and the device is lost. */
 static void test_runs_anyway(void)
 {
-    faulty_library faulty = use_faulty("runs");
-    faulty.fail("copy", 2); /* the first is `write` */
-    CHECK(!live_once(faulty));
-    SAYS("the device is lost: clEnqueueCopyBuffer failed");
-}
-
-/* Commit unmapped the memory, then failed: it is released as it is, and nobody maps it later. */
-static void test_released_unmapped(void)
-{
-    faulty_library faulty = use_faulty("caching");
-    orch_device *device = orch_device_open(ORCH_OPENCL, NULL);
-    const orch_kernel *kernel;
-    orch_memory memory;
-    WORKS(orch_device_kernel(device, "axpy", axpy_text, &kernel));
-    for (int i = 0; i < 3; i++) {
-        WORKS(device->class->allocate(device, N * 4, ORCHARD_STORAGE_SHARED, &memory));
-        faulty.fail("launch", 5); /* after four arguments */
-        REFUSED(run_axpy(device, memory.handle, memory.handle, 1, N, 0, 0), ORCHARD_ERROR_DEVICE);
-        SAYS("clEnqueueNDRangeKernel");
-        device->class->release(device, &memory);
-        int maps = faulty.calls("map");
-        WORKS(device->class->wait(device, NULL));
-        CHECK_INT(faulty.calls("map"), maps);
-    }
-    orch_device_close(device);
-    CHECK_INT(faulty.live("mem"), 0);
-}
-
-/* ---- Which library, which device ------------------------------------------------------------- */
-
-static void refuses_to_open(const char *words)
-{
-    for (int i = 0; i < 2; i++) { /* the second time from memory */
-        CHECK(!orch_device_open(ORCH_OPENCL, NULL));
-        REFUSED(ORCHARD_ERROR_DEVICE, ORCHARD_ERROR_DEVICE);
-        SAYS(words);
-    }
-}
-
-static void test_no_library(void)
-{
-    setenv("ORCHARD_OPENCL_LIBRARY", "/nowhere/libOpenCL.so", 1);
-    refuses_to_open("the library /nowhere/libOpenCL.so cannot be opened");
-}
-
-static void test_no_function(void)
-{
-    setenv("ORCHARD_OPENCL_LIBRARY", "libm.so.6", 1);
-    refuses_to_open("has no function clGetPlatformIDs");
-}
-
-static void test_no_platform(void)
-{
-    char empty[128];
-    snprintf(empty, sizeof empty, "%s/empty", fixture_directory);
-    mkdir(empty, 0700);
-    setenv("OCL_ICD_VENDORS", empty, 1);
-    refuses_to_open("no platform is installed");
-}
-
-static void test_old_device(void)
-{
-    faulty_library faulty = use_faulty("old");
-    refuses_to_open("no device is available that compiles OpenCL C 1.2");
-    CHECK_INT(faulty.calls("open"), 1); /* a failed search is not repeated */
-}
-
-static void test_other_platform(void)
-{
-    setenv("ORCHARD_OPENCL_PLATFORM", "No Such Vendor", 1);
-    refuses_to_open("ORCHARD_OPENCL_PLATFORM=No Such Vendor fits none of ");
-}
-
-static void test_other_device(void)
-{
-    setenv("ORCHARD_OPENCL_DEVICE", "63", 1);
-    refuses_to_open("ORCHARD_OPENCL_DEVICE=63 fits none of ");
-}
-
-static void test_named_device(void)
-{
-    orch_device *device = orch_device_open(ORCH_OPENCL, NULL);
-    char name[8] = "";
-    memcpy(name, device->caps.name + 1, 5);
-    for (char *c = name; *c; c++) {
-        *c = *c >= 'a' && *c <= 'z' ? (char)(*c - 'a' + 'A') : *c;
-    }
-    orch_device_close(device);
-    setenv("ORCHARD_OPENCL_DEVICE", name, 1);
-    setenv("ORCHARD_OPENCL_PLATFORM", "0", 1);
-    device = orch_device_open(ORCH_OPENCL, NULL);
-    CHECK(device != NULL);
-    orch_device_close(device);
-}
-
-/* Without unified memory nothing is wrapped, and the rest works. */
-static void test_discrete(void)
-{
-    use_faulty("discrete caching gpu");
-    orch_device *device = orch_device_open(ORCH_OPENCL, NULL);
-    orch_memory memory;
-    CHECK(device && device->caps.wrap_alignment == 0 && !device->caps.is_cpu);
-    REFUSED(device->class->wrap_host(device, host, 64, &memory), ORCHARD_ERROR_UNSUPPORTED);
-    orch_device_close(device);
+    setenv("FAULTY_OPENCL_MODE", "runs", 1);
+    use_device();
+    opencl.fail("copy", 3); /* the first two are `write` */
+    CHECK(!live_once());
+    SAYS("the device was lost: clEnqueueCopyBuffer failed");
 }
 
 int main(int argc, char **argv)
 {
-    fixture_start(argc, argv);
-    run_group("no library", test_no_library);
-    run_group("no function", test_no_function);
-    if (have_opencl()) {
-        run_group("no platform", test_no_platform);
-        run_group("old device", test_old_device);
-        run_group("other platform", test_other_platform);
-        run_group("other device", test_other_device);
-        run_group("named device", test_named_device);
-        run_group("discrete", test_discrete);
-        run_group("released unmapped", test_released_unmapped);
+    devices_start(argc, argv);
+    run_on_each("sweeps", test_sweeps);
+    on = ORCH_OPENCL;
+    if (there[on]) {
         run_group("runs anyway", test_runs_anyway);
-        run_group("sweeps", test_sweeps);
     }
     return fixture_end("device_fault");
 }

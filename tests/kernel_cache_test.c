@@ -4,7 +4,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
-#include "opencl/device_fixture.h"
+#include "device_fixture.h"
 
 /* Compiles and runs a kernel; how many calls of the family it took, or -1. */
 static int calls_here(faulty_library faulty, const char *family)

@@ -13,7 +13,7 @@
 
 #include "attention/attention_running.h"
 #include "core/context.h"
-#include "opencl/device_fixture.h"
+#include "opencl/faulty_use.h"
 
 #include "metal/standin_use.h"
 
