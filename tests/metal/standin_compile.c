@@ -160,6 +160,13 @@ static char *base_command(const struct source *s)
 static const char *const address_spaces =
     "-Ddevice=__global -Dthreadgroup=__local -Dthread=__private";
 
+/* Compiling takes the time, not running; races are instrumented late, and fast math breaks nothing
+ * where nothing is optimised. */
+static const char *level(const struct source *s)
+{
+    return s->races || s->fast_math ? "-O1" : "-O0";
+}
+
 /* Fast math is Metal's default, and breaks NaN and infinity here too. Threadgroup variables are
  * static ones to LLVM, which would turn a scalar into a copy a thread where every thread writes it
  * first: it is told to keep them. */
@@ -170,7 +177,7 @@ static char *options(const struct source *s)
         "-fkeep-persistent-storage-variables",
         s->races ? "-O1 -fno-vectorize -fno-slp-vectorize -Xclang -fsanitize=thread "
                    "-mllvm -tsan-instrument-func-entry-exit=0"
-                 : "-O0", /* compiling takes the time, not running */
+                 : level(s),
         s->fast_math ? "-cl-fast-relaxed-math" : "-ffp-contract=off", processor_flags());
 }
 
@@ -229,8 +236,8 @@ static bool compile(const struct source *s, const struct job *j)
     char *chosen = options(s), *code = standin_format("%s.ll", j->object);
     char *first = standin_format("%s %s %s -S -emit-llvm %s -o %s", j->base, address_spaces, chosen,
                                  j->program, code);
-    char *second = standin_format("%s -x ir %s -fPIC %s -o %s %s", compiler(),
-                                  s->races ? "-O1" : "-O0", code, j->object, link_options());
+    char *second = standin_format("%s -x ir %s -fPIC %s -o %s %s", compiler(), level(s), code,
+                                  j->object, link_options());
     bool good = finished(start(first, "/dev/null", j->messages));
     if (good) {
         char *log = standin_format("%s.log", j->object);
