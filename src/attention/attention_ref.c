@@ -230,7 +230,8 @@ static bool pair_at(const place *at, int64_t i, int64_t j, double delta_i, pair 
     if (s == -INFINITY || lse == -INFINITY) {
         return false;
     }
-    const double probability = exp(s - lse), kept = keep(at, i, j);
+    /* lse may be fp32, and less than the score by rounding. */
+    const double probability = s > lse ? 1 : exp(s - lse), kept = keep(at, i, j);
     const double dp = dot(&p->dout, query_row(at, &p->dout, i), &p->v, key_row(at, &p->v, j), p->E);
     out->weight = kept * probability;
     out->ds = probability * (kept * dp - delta_i);

@@ -395,6 +395,33 @@ static void lowest_finite_bias(void)
     orchard_ctx_free(reference);
 }
 
+/* lse is fp32: of one far key it may round to less than the score. Backward's weight is rough then,
+ * but no more than 1; of `ref`, whose scores are fp64, it is 1. */
+static void far_key_weighs_at_most_one(void)
+{
+    orchard_ctx *reference = context_make("ref", NULL, 1), *const contexts[] = {tested, reference};
+    const attention_case c = {.name = "far key",
+                              CASE_SHAPE(1, 1, 1, 1, 1, 1, 1),
+                              .dtype = ORCHARD_F32,
+                              .bias = "1111",
+                              .has_scale = 1,
+                              .scale = 1,
+                              .gradients = GRAD_QKV};
+    for (int n = 0; n < 2; n++) {
+        problem p;
+        problem_make(&p, &c, 5);
+        box_set_nth(&p.box[Q], 0, 1);
+        box_set_nth(&p.box[K], 0, 3.9);
+        box_set_nth(&p.box[BIAS], 0, 0x1p27);
+        box_set_nth(&p.box[DOUT], 0, 0.75);
+        CHECK_INT(problem_run(&p, contexts[n]), ORCHARD_OK);
+        const double dv = box_nth(&p.box[DV], 0);
+        CHECK(dv >= (contexts[n] == reference ? 0.75 : 0) && dv <= 0.75);
+        problem_free(&p);
+    }
+    orchard_ctx_free(reference);
+}
+
 /* The mask has 32 bits: a probability that rounds to none drops nothing and scales nothing. */
 static void dropout_of_next_to_nothing(void)
 {
@@ -489,6 +516,7 @@ int main(int argc, char **argv)
         nan_hidden_from_one_group();
         seen_nan_spreads();
         lowest_finite_bias();
+        far_key_weighs_at_most_one();
         dropout_of_next_to_nothing();
         parts_of_a_larger_softmax();
         orchard_ctx_free(tested);
