@@ -528,7 +528,7 @@ ORCHARD_API const char *orchard_torch_register(void *torch, void *orchard, const
         pthread_atfork(NULL, NULL, after_fork_in_child)) {
         return "pthread_key_create";
     }
-    if (call_aoti_torch_library_init_impl("orchard", "CPU", __FILE__, __LINE__, &library)) {
+    if (call_aoti_torch_library_init_impl("orchard", "CPU", "kernel.c", __LINE__, &library)) {
         return "a library of implementations";
     }
     if (call_aoti_torch_library_impl(library, "attention_forward", forward)) {
