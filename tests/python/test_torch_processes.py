@@ -1,5 +1,6 @@
 """Threads, forks and ranks: torch's own threads do the work, and every process model goes on."""
 
+import datetime
 import os
 import subprocess
 import sys
@@ -183,7 +184,7 @@ def data():
 def rank_main(rank, store, path):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
-                                         world_size=2)
+                                         world_size=2, timeout=datetime.timedelta(seconds=100))
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(Block())
     result = train(model, [batch[2 * rank:2 * rank + 2] for batch in data()])
