@@ -3,12 +3,7 @@
 import torch
 
 from orchard.torch import scaled_dot_product_attention as attention
-
-
-def resident():
-    """Bytes of this process in memory now."""
-    with open("/proc/self/statm", encoding="ascii") as line:
-        return int(line.read().split()[1]) * 4096
+from process import resident
 
 
 def test_2000_steps_of_varying_length_stay_flat():
