@@ -236,6 +236,10 @@ static const attention_case attention_cases[] = {
     {"large_logits", CASE_OPTION, .has_scale = 1, .scale = 1, .magnitude = 700},
     {"large_logits_bf16", CASE_TEST, CASE_SHAPE(1, 2, 1, 37, 53, 20, 20), .dtype = ORCHARD_BF16,
      .has_scale = 1, .scale = 1, .magnitude = 700},
+    {"large_logits_f16", CASE_TEST, CASE_SHAPE(1, 2, 1, 37, 53, 20, 20), .dtype = ORCHARD_F16,
+     .has_scale = 1, .scale = 1, .magnitude = 700},
+    {"large_logits_f64", CASE_TEST, CASE_SHAPE(1, 2, 1, 37, 53, 20, 20), .dtype = ORCHARD_F64,
+     .has_scale = 1, .scale = 1, .magnitude = 700},
     {"keys_16k_bf16", CASE_TEST, CASE_SHAPE(1, 1, 1, 6, 16384, 32, 32), .dtype = ORCHARD_BF16},
     {"keys_16k_f16", CASE_TEST, CASE_SHAPE(1, 1, 1, 3, 16384, 32, 32), .dtype = ORCHARD_F16},
 
