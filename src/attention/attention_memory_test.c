@@ -341,23 +341,40 @@ static void empty_calls_of_a_huge_batch(orchard_ctx *ctx)
 
 int main(int argc, char **argv)
 {
-    tested_backend = argc > 2 && strcmp(argv[1], "--backend") == 0 ? argv[2] : "cpu";
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } checks[] = {{"flat", memory_stays_flat},
+                  {"scratch", scratch_is_small},
+                  {"elements", more_than_2_to_31_elements},
+                  {"pairs", more_than_2_to_31_pairs},
+                  {"subnormals", host_flushes_subnormals},
+                  {"dsinks", more_rows_than_dsinks_have_room_for}};
+    const char *only = NULL; /* for an emulator, which takes long over the rest */
+    tested_backend = "cpu";
+    for (int i = 1; i + 1 < argc; i += 2) {
+        tested_backend = strcmp(argv[i], "--backend") == 0 ? argv[i + 1] : tested_backend;
+        only = strcmp(argv[i], "--only") == 0 ? argv[i + 1] : only;
+    }
     for (int i = 0; orchard_cpu_name(i); i++) {
         tested_isa = orchard_cpu_name(i);
         tested = context_make(tested_backend, tested_isa, 2);
-        memory_stays_flat();
-        scratch_is_small();
-        more_than_2_to_31_elements();
-        more_than_2_to_31_pairs();
-        host_flushes_subnormals();
-        if (strcmp(tested_backend, "cpu") == 0) {
-            more_rows_than_dsinks_have_room_for();
+        for (size_t n = 0; n < sizeof checks / sizeof *checks; n++) {
+            const bool for_cpu = checks[n].run == more_rows_than_dsinks_have_room_for;
+            if ((!only || strcmp(only, checks[n].name) == 0) &&
+                (!for_cpu || strcmp(tested_backend, "cpu") == 0)) {
+                checks[n].run();
+            }
         }
-        empty_calls_of_a_huge_batch(tested);
+        if (!only) {
+            empty_calls_of_a_huge_batch(tested);
+        }
         orchard_ctx_free(tested);
     }
-    orchard_ctx *ref = context_make("ref", NULL, 1);
-    empty_calls_of_a_huge_batch(ref);
-    orchard_ctx_free(ref);
+    if (!only) {
+        orchard_ctx *ref = context_make("ref", NULL, 1);
+        empty_calls_of_a_huge_batch(ref);
+        orchard_ctx_free(ref);
+    }
     return check_report("attention_memory");
 }

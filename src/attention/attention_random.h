@@ -49,6 +49,9 @@ static inline void draw_shape(attention_case *c, uint64_t *state, int64_t max_si
     c->S = draw_once_in(state, 3) ? c->T : draw_length(state, max_size);
     c->D = draw_head_size(state);
     c->E = draw_below(state, 2) ? c->D : draw_head_size(state);
+    if ((c->D > 64 || c->E > 64) && !draw_once_in(state, 4)) {
+        c->E = c->D; /* a GPU compiles its kernels for each pair of sizes beyond 64: few pairs */
+    }
     if (c->layout == LAYOUT_QKV) {
         c->S = c->T, c->H = c->G, c->E = c->D;
     } else if (draw_once_in(state, 8)) {
