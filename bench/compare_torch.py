@@ -9,7 +9,8 @@ with fresh outputs and gradients by autograd. A ratio is torch's best time over 
 "median" the median of the samples' ratios. Forward runs with gradients recorded, as in training;
 backward is autograd.grad alone on a kept graph. Where they compute the same (all but dropout),
 results are compared, and a difference is a failure. Then: what a call costs when there is hardly
-anything to compute, what speed is kept beside torch's operations, and scratch memory.
+anything to compute and what that is made of, what orchard.enable() costs other code, what speed is
+kept beside torch's operations, and scratch memory.
 
 Needs the package: `make python` installs it; or PYTHONPATH=python with ORCHARD_LIBRARY (and, for
 the kernels in C, ORCHARD_TORCH_LIBRARY) set.
@@ -32,7 +33,7 @@ import orchard
 from orchard import _structs as structs
 from orchard._context import Context
 from orchard._library import check, lib
-from orchard.torch import cpu
+from orchard.torch import cpu, ops
 from orchard.torch import scaled_dot_product_attention
 
 DTYPES = {torch.float64: structs.F64, torch.float32: structs.F32, torch.float16: structs.F16,
@@ -219,26 +220,50 @@ def compare(case, direction, context, seconds):
     return agree
 
 
+class Nothing(torch.autograd.Function):
+    """Three tensors in, one out, nothing computed: what autograd in Python costs alone."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return q.detach()
+
+    @staticmethod
+    def backward(ctx, dout):
+        ctx.saved_tensors
+        return dout, dout, dout
+
+
+def microseconds(calls, seconds):
+    """Of each call, in bursts of 100 taken in turn: the best burst."""
+    def burst(call):
+        for _ in range(100):
+            call()
+
+    return [1e4 * min(taken) for taken in interleave([lambda c=call: burst(c) for call in calls],
+                                                     seconds)]
+
+
 def overhead(seconds):
-    """What a call costs with [1,2,4,64] tensors on one thread: bursts of 100, the best of them."""
+    """What a call costs when there is hardly anything to compute, and what that is made of."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    tensors = [torch.randn(1, 2, 4, 64) for _ in range(3)]
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    dout = torch.randn(1, 2, 4, 64)
+    small = Case("", H=2, N=4)
+    context = Context(1, parallel_for=torch_parallel_for())
+    q, k, v = tensors = [x.detach() for x in (small.q, small.k, small.v)]
+    options = (*[None] * 8, 0, 0, None, False, False, -1, -1, 0.0, 0.0)
+    out, lse = ops.forward(*tensors, *options)
+    backward = (7, small.dout, None, out, lse, *tensors, *options)
 
     def no_grad(function):
         with torch.no_grad():
-            for _ in range(100):
-                function(*tensors)
+            return function(*tensors)
 
     def recording(function):
-        for _ in range(100):
-            function(*leaves)
+        return function(small.q, small.k, small.v)
 
     def both(function):
-        for _ in range(100):
-            torch.autograd.grad(function(*leaves), leaves, dout)
+        return torch.autograd.grad(recording(function), (small.q, small.k, small.v), small.dout)
 
     print(f"\nA call on [1,2,4,64] fp32, 1 thread, kernels in {cpu.kernel()}: microseconds, the "
           "best of bursts of 100\n")
@@ -247,12 +272,50 @@ def overhead(seconds):
     for name, what, aim in (("forward, no_grad", no_grad, "<= 2"),
                             ("forward, recording", recording, ""),
                             ("forward + backward", both, "<= 1.3")):
-        torch_times, our_times = interleave([lambda w=what: w(F.scaled_dot_product_attention),
-                                             lambda w=what: w(scaled_dot_product_attention)],
-                                            seconds)
-        a, b = 1e4 * min(torch_times), 1e4 * min(our_times)
+        a, b = microseconds([lambda w=what: w(F.scaled_dot_product_attention),
+                             lambda w=what: w(scaled_dot_product_attention)], seconds)
         print_row(name, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}", aim)
+    print("\nWhat orchard.torch's time is made of, each line with all above it in the direction\n")
+    print_row("direction", "up to", "microseconds")
+    print_row(*["---"] * 3)
+    names = (("forward", "the C library by ctypes, outputs there"),
+             ("forward", "torch's dispatcher, kernel.c and fresh outputs"),
+             ("forward", "Orchard's checks in Python"), ("forward", "recorded by autograd"),
+             ("backward", "the C library by ctypes"),
+             ("backward", "torch's dispatcher, kernel.c and fresh gradients"),
+             ("both", "autograd in Python around nothing"), ("both", "all"))
+    times = microseconds([lambda: small.c_forward(context.handle),
+                          lambda: ops.forward(*tensors, *options),
+                          lambda: no_grad(scaled_dot_product_attention),
+                          lambda: recording(scaled_dot_product_attention),
+                          lambda: small.c_backward(context.handle),
+                          lambda: ops.backward(*backward), lambda: both(Nothing.apply),
+                          lambda: both(scaled_dot_product_attention)], 4 * seconds)
+    for (direction, name), taken in zip(names, times):
+        print_row(direction, name, f"{taken:.1f}")
     torch.set_num_threads(before)
+
+
+def switch_cost(seconds):
+    """What orchard.enable() costs code that does not call attention."""
+    x, layer = torch.randn(4, 16), torch.nn.Linear(16, 16)
+
+    def other_code():
+        return F.gelu(layer(x)).sum()
+
+    def switched():
+        with orchard.enable():
+            return [clock(lambda: [other_code() for _ in range(1000)]) for _ in range(3)]
+
+    pairs = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(pairs) < 3:
+        off = [clock(lambda: [other_code() for _ in range(1000)]) for _ in range(3)]
+        pairs.append((min(off), min(switched())))
+    off, on = (1e3 * min(column) for column in zip(*pairs))
+    ratio = statistics.median(on / off for off, on in pairs)
+    print("\nlinear + gelu + sum on [4,16], no attention: microseconds without and with "
+          f"orchard.enable(): {off:.2f}, {on:.2f}; median ratio {ratio:.3f}")
 
 
 def alternate(contexts, shrink, seconds):
@@ -368,6 +431,7 @@ def main():
                 good = compare(case, direction, shared.handle, options.seconds) and good
     if not options.rows:
         overhead(options.seconds)
+        switch_cost(options.seconds)
         alternate([("torch", shared.handle), ("its own", own.handle)], options.shrink,
                   options.seconds)
         scratch(options)
