@@ -16,7 +16,7 @@
 #include "timing.h"
 #include "values.h"
 
-enum { H = 4, D = 64, SMALLEST = 1024 };
+enum { H = 4, D = 64 };
 
 #define MIB 1048576.0
 #define REPEAT_SECONDS 0.6 /* short rows are repeated and the best counts */
@@ -25,7 +25,7 @@ enum { H = 4, D = 64, SMALLEST = 1024 };
 
 static const char usage[] =
     "Usage: orchard_demo [OPTIONS]\n\n"
-    "The same attention, with and without Orchard: causal, forward + backward, N = 1024 and up.\n";
+    "The same attention, with and without Orchard: causal, forward + backward, for growing N.\n";
 
 /* Tensors in one fixed order; the first four are inputs. */
 enum { Q, K, V, DOUT, OUT, DQ, DK, DV, TENSOR_COUNT };
@@ -254,8 +254,9 @@ static int row(demo *d, double *seconds)
 int main(int argc, char **argv)
 {
     demo d = {.limit_mib = 2048};
-    int64_t largest = 32768;
+    int64_t smallest = 1024, largest = 32768;
     const orch_option table[] = {
+        {"--smallest", ORCH_OPTION_INT64, &smallest, "N", "the first row (default 1024)"},
         {"--largest", ORCH_OPTION_INT64, &largest, "N", "the last row (default 32768)"},
         {"--limit", ORCH_OPTION_INT64, &d.limit_mib, "MIB",
          "memory the formula may use (default 2048)"},
@@ -265,6 +266,10 @@ int main(int argc, char **argv)
     int status = orch_cli_options("orchard_demo", usage, table, argc - 1, argv + 1);
     if (status >= 0) {
         return status;
+    }
+    if (smallest < 1 || largest > INT32_MAX) {
+        fputs("orchard_demo: --smallest and --largest are 1 ... 2^31 - 1\n", stderr);
+        return 2;
     }
     const orchard_ctx_opts opts = {.threads = d.threads};
     if (orchard_ctx_create(&d.ctx, &opts)) {
@@ -287,7 +292,7 @@ int main(int argc, char **argv)
         H, D, d.threads, d.peak, orch_peak_name(), "N", "time", "peak", "memory", "time", "peak",
         "memory", "ratio", "differ");
     double seconds = 0;
-    for (d.N = SMALLEST; d.N <= largest; d.N *= 2) {
+    for (d.N = smallest; d.N <= largest; d.N *= 2) {
         if (4 * seconds > LONGEST_SECONDS) {
             printf("%7" PRId64 " | left out: it would take about %.0f s here\n", d.N, 4 * seconds);
             break;

@@ -1,5 +1,6 @@
 /* `orchard doctor`: what this machine and this build have, a self-test of every backend on every
- * instruction set, and which calls fell back. The exit status says whether all is well. */
+ * instruction set and of every kernel on the devices, and which calls fell back. The exit status
+ * says whether all is well. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,9 +18,9 @@
 
 static const char usage[] =
     "Usage: orchard doctor [OPTIONS]\n\n"
-    "Shows version, machine, instruction sets and backends, tests each against ref in fp64, and\n"
-    "says which calls fell back to another backend. Exit status 0: all is well; 1: something is\n"
-    "wrong.\n";
+    "Shows version, machine, instruction sets, backends and devices, tests each backend and each\n"
+    "kernel of the devices that are used against ref in fp64, and says which calls fell back to\n"
+    "another backend. Exit status 0: all is well; 1: something is wrong.\n";
 
 #if defined(__clang__)
 #define COMPILER __VERSION__
@@ -107,34 +108,76 @@ static void print_size(const char *what, uint64_t bytes)
     printf("%s %.4g %s", what, value, units[unit]);
 }
 
+static void print_limits(const orchard_device_info *info)
+{
+    print_size("             local memory", info->local_bytes);
+    print_size(", largest buffer", info->buffer_bytes);
+    print_size(", memory", info->memory_bytes);
+    printf(", %" PRId32 " threads a group, simd width %" PRId32 "%s", info->group_threads,
+           info->simd_width, info->matrix ? ", 8x8 matrices" : "");
+    if (info->wrap_alignment) {
+        print_size(", host memory without a copy at multiples of", info->wrap_alignment);
+    }
+    putchar('\n');
+}
+
+/* The chosen one first of all says by what; one that could serve says how it would be. */
+static void print_device(const orchard_device_entry *entry, int is_opencl)
+{
+    const orchard_device_info *info = &entry->info;
+    printf("    %s %s%s%s, driver %s\n", entry->chosen ? "*" : "-", info->name,
+           entry->version[0] ? ", " : "", entry->version, info->driver);
+    print_limits(info);
+    if (entry->chosen) {
+        printf("             used: %s%s\n", entry->remark,
+               info->is_cpu ? "; as it is this CPU, only when asked for by name" : "");
+    } else if (entry->remark[0]) {
+        printf("             not used: %s\n", entry->remark);
+    } else if (is_opencl) {
+        printf("             not used; to test it: ORCHARD_OPENCL_DEVICE=%" PRId32
+               " orchard doctor\n",
+               entry->number);
+    }
+}
+
+static void print_devices_of(orchard_ctx *ctx, const char *backend)
+{
+    enum { CAPACITY = 64 };
+    static orchard_device_entry entries[CAPACITY];
+    orchard_device_info used;
+    int64_t count = 0;
+    const int is_opencl = strcmp(backend, "opencl") == 0;
+    if (orchard_devices(backend, entries, CAPACITY, &count)) {
+        printf("  %-9snone (%s)\n", backend, orchard_last_error());
+        return;
+    }
+    for (int64_t i = 0; i < count && i < CAPACITY; i++) {
+        if (i == 0 || entries[i].platform_number != entries[i - 1].platform_number) {
+            printf("  %-9splatform %" PRId32 ": %s\n", backend, entries[i].platform_number,
+                   entries[i].platform);
+        }
+        print_device(&entries[i], is_opencl);
+    }
+    if (orchard_ctx_device(ctx, backend, &used)) {
+        printf("             none is used (%s)\n", orchard_last_error());
+    }
+}
+
 static void print_devices(orchard_ctx *ctx)
 {
     orchard_device_info info;
-    printf("\nDevices\n");
+    printf("\nDevices (* marks the one that a backend uses)\n");
     for (int32_t i = 0; orchard_backend_name(i); i++) {
         const char *backend = orchard_backend_name(i);
-        const orchard_status status = orchard_ctx_device(ctx, backend, &info);
-        if (status == ORCHARD_ERROR_ARGUMENT) {
-            continue;
+        if (orchard_ctx_device(ctx, backend, &info) != ORCHARD_ERROR_ARGUMENT) {
+            print_devices_of(ctx, backend);
         }
-        if (status) {
-            printf("  %-9snone (%s)\n", backend, orchard_last_error());
-            continue;
-        }
-        printf("  %-9s%s, %s%s\n           ", backend, info.name, info.driver,
-               info.is_cpu ? "; this CPU: used only when asked for by name" : "");
-        print_size("local memory", info.local_bytes);
-        print_size(", largest buffer", info.buffer_bytes);
-        printf(", %" PRId32 " threads a group, simd width %" PRId32 "%s", info.group_threads,
-               info.simd_width, info.matrix ? ", 8x8 matrices" : "");
-        if (info.wrap_alignment) {
-            print_size(", host memory without a copy at multiples of", info.wrap_alignment);
-        }
-        putchar('\n');
     }
 }
 
 /* ---- The self-test --------------------------------------------------------------------------- */
+
+static const char above_bound[] = "FAILED: the error is above the bound of 1e-05";
 
 /* A first run compiles for a while; a person who waits is told why. NULL takes it back. */
 static void progress(const char *backend)
@@ -149,40 +192,81 @@ static void progress(const char *backend)
     }
 }
 
-/* One line. Strict, so that a backend that does not take the calls cannot hide behind the next one.
- * */
-static int test_line(const char *backend, const char *isa, int32_t threads, uint32_t *checksum)
+/* A line for each kernel that the device has. */
+static int kernel_lines(const char *backend, const orch_selftest *result, int has_matrix)
+{
+    int failures = 0;
+    for (int i = 0; i < ORCH_SELFTEST_KERNELS; i++) {
+        const orch_selftest_kernel *kernel = &result->kernel[i];
+        if (kernel->matrix && !has_matrix) {
+            continue;
+        }
+        const char *verdict = kernel->failed   ? "FAILED: a call with it failed"
+                              : !kernel->calls ? "FAILED: no call ran it"
+                              : kernel->error <= ORCH_SELFTEST_BOUND ? "ok"
+                                                                     : above_bound;
+        printf("  %-9s%-26s%-11.1e%s\n", backend, kernel->name, kernel->error, verdict);
+        failures += strcmp(verdict, "ok") != 0;
+    }
+    if (result->unknown) {
+        printf("  %-9s%-26sFAILED: the self-test does not know this kernel\n", backend,
+               result->unknown);
+        failures++;
+    }
+    return failures;
+}
+
+/* One line, and the kernels' where it runs on a device. Strict, so that a backend that does not
+ * take the calls cannot hide behind the next one. */
+static int test_backend(const char *backend, const char *isa, int32_t threads, uint32_t *checksum)
 {
     const orchard_ctx_opts opts = {.backend = backend, .cpu = isa, .threads = threads, .strict = 1};
     orchard_ctx *ctx;
+    orchard_device_info info;
     orch_selftest result = {0};
     progress(backend);
-    orchard_status status = orchard_ctx_create(&ctx, &opts);
-    if (!status) {
-        status = orch_selftest_run(ctx, &result);
-    }
-    orchard_ctx_free(ctx);
-    progress(NULL);
-    printf("  %-9s%-9s", backend, isa ? isa : "-");
-    if (status) {
-        printf("FAILED: %s\n", orchard_last_error());
+    if (orchard_ctx_create(&ctx, &opts)) {
+        printf("  %-9s%-9sFAILED: %s\n", backend, isa ? isa : "-", orchard_last_error());
         return 1;
     }
+    const orchard_status status = orch_selftest_run(ctx, backend, &result);
+    const int on_device = !orchard_ctx_device(ctx, backend, &info);
+    orchard_ctx_free(ctx);
+    progress(NULL);
     const int right =
         result.value_error <= ORCH_SELFTEST_BOUND && result.gradient_error <= ORCH_SELFTEST_BOUND;
     /* The same call gives the same bits on every instruction set. */
     const int same = !*checksum || *checksum == result.checksum;
+    int failures = status || !right || !same;
     *checksum = result.checksum;
-    printf("%-11.1e%-11.1e%08" PRIx32 "  %s\n", result.value_error, result.gradient_error,
-           result.checksum,
-           !right  ? "FAILED: the error is above the bound of 1e-05"
-           : !same ? "FAILED: other bits than the line above"
-                   : "ok");
-    return !right || !same;
+    printf("  %-9s%-9s", backend, isa ? isa : "-");
+    if (status) {
+        printf("FAILED: %s\n", result.sentence);
+    } else {
+        printf("%-11.1e%-11.1e%08" PRIx32 "  %s\n", result.value_error, result.gradient_error,
+               result.checksum,
+               !right  ? above_bound
+               : !same ? "FAILED: other bits than the line above"
+                       : "ok");
+    }
+    return on_device ? failures + kernel_lines(backend, &result, info.matrix) : failures;
 }
 
-static int self_test(orchard_ctx *ctx, int32_t threads)
+/* Whether a list with commas holds the name; no list holds all. */
+static int is_listed(const char *list, const char *name)
 {
+    const size_t length = strlen(name);
+    for (; list && *list; list += strcspn(list, ",") + (list[strcspn(list, ",")] == ',')) {
+        if (strcspn(list, ",") == length && strncmp(list, name, length) == 0) {
+            return 1;
+        }
+    }
+    return !list;
+}
+
+static int self_test(orchard_ctx *ctx, const orchard_ctx_opts *opts)
+{
+    const int32_t threads = orchard_ctx_threads(ctx);
     orchard_device_info info;
     int failures = 0;
     printf(
@@ -193,12 +277,13 @@ static int self_test(orchard_ctx *ctx, int32_t threads)
         const char *backend = orchard_backend_name(i);
         const int uses_isa = strcmp(backend, "cpu") == 0;
         uint32_t checksum = 0;
-        if (orchard_ctx_device(ctx, backend, &info) == ORCHARD_ERROR_DEVICE) {
-            continue; /* listed as absent above */
+        if (!is_listed(opts->backend, backend) ||
+            orchard_ctx_device(ctx, backend, &info) == ORCHARD_ERROR_DEVICE) {
+            continue; /* not asked for, or listed as absent above */
         }
         for (int32_t isa = 0; isa == 0 || (uses_isa && orchard_cpu_name(isa)); isa++) {
             failures +=
-                test_line(backend, uses_isa ? orchard_cpu_name(isa) : NULL, threads, &checksum);
+                test_backend(backend, uses_isa ? orchard_cpu_name(isa) : NULL, threads, &checksum);
         }
     }
     return failures;
@@ -213,12 +298,12 @@ static int fallbacks(orchard_ctx *ctx)
     orchard_report_line before[CAPACITY], after[CAPACITY];
     orch_selftest result;
     int64_t before_count = orchard_report(before, CAPACITY);
-    orchard_status status = orch_selftest_run(ctx, &result);
+    orchard_status status = orch_selftest_run(ctx, NULL, &result);
     int64_t after_count = orchard_report(after, CAPACITY);
     int found = 0;
     printf("\nFallbacks with the settings above\n");
     if (status) {
-        printf("  FAILED: %s\n", orchard_last_error());
+        printf("  FAILED: %s\n", result.sentence);
         return 1;
     }
     for (int64_t i = 0; i < after_count && i < CAPACITY; i++) {
@@ -251,7 +336,8 @@ int orch_cli_doctor(int count, char **words)
     const orch_option table[] = {
         {"--threads", ORCH_OPTION_INT32, &opts.threads, "N",
          "0: ORCHARD_THREADS, else one per core"},
-        {"--backend", ORCH_OPTION_TEXT, &opts.backend, "LIST", "e.g. cpu, ref (default: all)"},
+        {"--backend", ORCH_OPTION_TEXT, &opts.backend, "LIST",
+         "only these are used and tested, e.g. cpu,ref (default: all)"},
         {"--cpu", ORCH_OPTION_TEXT, &opts.cpu, "ISA", "avx2, neon or scalar (default: the best)"},
         {NULL, ORCH_OPTION_FLAG, NULL, NULL, NULL},
     };
@@ -266,7 +352,7 @@ int orch_cli_doctor(int count, char **words)
     }
     print_machine(ctx, &opts);
     print_devices(ctx);
-    int failures = self_test(ctx, orchard_ctx_threads(ctx)) + fallbacks(ctx);
+    int failures = self_test(ctx, &opts) + fallbacks(ctx);
     orchard_ctx_free(ctx);
     printf("\n%s\n", failures ? "Something is wrong: see FAILED above." : "All is well.");
     return failures ? 1 : 0;

@@ -25,6 +25,7 @@
 #include <orchard/core.h>
 
 #include <orchard/attention.h>
+#include <orchard/devices.h>
 #include <orchard/launch.h>
 #include <orchard/record.h>
 #include <orchard/tune.h>

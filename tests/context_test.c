@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "core/report.h"
 #include "fixture.h"
 
 static bool print_sentences;
@@ -255,6 +256,33 @@ static void debug_line(void)
     clear_environment();
 }
 
+/* More reasons than a backend has, each by its own name; only past the last row they share one. */
+static void many_reasons(void)
+{
+    enum { REASONS = 40, KEPT = 31, LAST = 3 }; /* ref, which refused nothing so far */
+    static char reason[REASONS][16];
+    orchard_report_line lines[128];
+    int kept = 0, others = 0;
+    for (int i = 0; i < REASONS; i++) {
+        snprintf(reason[i], sizeof reason[i], "reason %d", i);
+        orch_report_count(ORCH_OP_attention_backward, LAST, reason[i]);
+    }
+    orch_report_count(ORCH_OP_attention_backward, LAST, reason[20]);
+    const int64_t count = orchard_report(lines, 128);
+    for (int64_t i = 0; i < count && i < 128; i++) {
+        for (int n = 0; n < REASONS && lines[i].reason; n++) {
+            if (strcmp(lines[i].reason, reason[n]) == 0) {
+                kept++;
+                CHECK_INT(lines[i].count, n == 20 ? 2 : 1);
+            }
+        }
+        others += lines[i].reason && strcmp(lines[i].reason, "other reasons") == 0 &&
+                  lines[i].count == REASONS - KEPT;
+    }
+    CHECK_INT(kept, KEPT);
+    CHECK_INT(others, 1);
+}
+
 int main(int argc, char **argv)
 {
     print_sentences = argc > 1 && strcmp(argv[1], "--sentences") == 0;
@@ -266,5 +294,6 @@ int main(int argc, char **argv)
     code_wins_over_environment();
     strictness();
     debug_line();
+    many_reasons();
     return check_report("context");
 }

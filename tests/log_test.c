@@ -209,6 +209,36 @@ static void test_buffers(void)
     clean_run_says_nothing_bad();
 }
 
+/* Every operand of a call has its line, on the CPU too; absent ones have none. */
+static void test_cpu_operands(void)
+{
+    static fixture f;
+    static const char *const forward[] = {"out 576",  "lse 96",        "q 384",   "k 320",
+                                          "v 480",    "bias 240",      "mask 30", "alibi 16",
+                                          "sinks 16", "key_lengths 16"};
+    orchard_memory_counts before, now;
+    char line[80];
+    turn_on("ORCHARD_TENSOR_PROFILE", "1", "operands");
+    orchard_ctx *ctx = make_context("cpu", 1);
+    fixture_start(&f, PADDED);
+    orchard_memory_report(&before);
+    WORKS(fixture_forward(ctx, &f));
+    for (size_t i = 0; i < sizeof forward / sizeof *forward; i++) {
+        snprintf(line, sizeof line, "bind attention_forward %s direct host\n", forward[i]);
+        HOLDS(line, 1);
+    }
+    HOLDS("bind ", 10);
+    WORKS(fixture_backward(ctx, &f));
+    HOLDS("bind attention_backward dq 384 direct host\n", 1);
+    HOLDS("bind attention_backward ", 17);
+    orchard_memory_report(&now); /* which tells of buffers and devices */
+    CHECK(memcmp(&before, &now, sizeof now) == 0);
+    f.attention.mask = f.attention.bias = (orchard_tensor){0};
+    WORKS(fixture_forward(ctx, &f));
+    HOLDS("bind attention_forward ", 18);
+    orchard_ctx_free(ctx);
+}
+
 static void *thread_main(void *arg)
 {
     for (int i = 0; i < 200; i++) {
@@ -307,23 +337,31 @@ static void test_metal_calls(void)
     setenv("ORCHARD_TENSOR_PROFILE", "yes", 1);
     turn_on("ORCHARD_DEBUG_FLASH_ATN", "1", "metal");
     orchard_ctx *ctx = make_context("metal,cpu", 0);
-    orchard_buffer *buffer;
+    orchard_buffer *buffer, *lengths;
     WORKS(orchard_buffer_create(ctx, &buffer, 120 * 4, ORCHARD_STORAGE_PRIVATE));
-    HOLDS(" private\n", 1);
+    WORKS(orchard_buffer_create(ctx, &lengths, 16, ORCHARD_STORAGE_PRIVATE));
+    HOLDS(" private\n", 2);
     fixture_start(&f, PADDED);
     WORKS(orchard_buffer_write(buffer, 0, f.memory.v, 120 * 4));
     f.attention.v.data = NULL;
     f.attention.v.buffer = buffer;
+    WORKS(orchard_buffer_write(lengths, 0, f.memory.lengths, 16));
+    f.attention.key_lengths.data = NULL;
+    f.attention.key_lengths.buffer = lengths;
     WORKS(fixture_forward(ctx, &f));
     WORKS(fixture_backward(ctx, &f));
     HOLDS("bind attention_forward v 480 direct private\n", 1);
     HOLDS("bind attention_backward v 480 direct private\n", 1);
     HOLDS("bind attention_forward q 384 staged host\n", 1);
     HOLDS("bind attention_backward dq 384 staged host\n", 1);
+    HOLDS("bind attention_forward key_lengths 16 staged private\n", 1); /* for the checks */
+    HOLDS("bind attention_backward key_lengths 16 staged private\n", 1);
     HOLDS("bind attention_forward ", 10);
     HOLDS("bind attention_backward ", 17);
     HOLDS("[flashattn.mm] FWD call=1 backend=metal\n[flashattn.mm] Metal forward succeeded\n", 1);
     HOLDS("[flashattn.mm] BWD call=1 backend=metal\n[flashattn.mm] Metal backward succeeded\n", 1);
+    f.attention.key_lengths.data = f.memory.lengths;
+    f.attention.key_lengths.buffer = NULL;
     metal.fail("command_buffer", 1);
     WORKS(fixture_backward(ctx, &f));
     HOLDS("[flashattn.mm] BWD call=2 backend=cpu\n[flashattn.mm] falling back to cpu: the device "
@@ -335,6 +373,7 @@ static void test_metal_calls(void)
     FAILS(fixture_backward(ctx, &f), ORCHARD_ERROR_DEVICE);
     HOLDS("[flashattn.mm] BWD call=3 backend=metal error: metal: the device is lost: ", 1);
     HOLDS("Metal backward succeeded", 1);
+    orchard_buffer_free(lengths);
     orchard_buffer_free(buffer);
     orchard_ctx_free(ctx);
 }
@@ -376,6 +415,7 @@ int main(int argc, char **argv)
     run_group("pipe", test_pipe);
     run_group("foreign file", test_foreign_file);
     run_group("buffers", test_buffers);
+    run_group("cpu operands", test_cpu_operands);
     run_group("writers", test_writers);
     run_group("cpu calls", test_cpu_calls);
     run_group("other spelling", test_other_spelling);

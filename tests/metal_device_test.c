@@ -162,6 +162,31 @@ static void test_no_device(void)
     CHECK_INT(metal.counter("objects_live"), 0);
 }
 
+static void test_list(void)
+{
+    orchard_device_entry entry[4];
+    int64_t count = 0;
+    use_device();
+    setenv("METAL_STANDIN_DEVICES", "3", 1);
+    WORKS(orchard_devices("metal", entry, 4, &count));
+    CHECK_INT(count, 3);
+    for (int i = 0; i < 3; i++) {
+        CHECK_STRING(entry[i].info.name, "Metal stand-in");
+        CHECK_STRING(entry[i].platform, "Metal");
+        CHECK_INT(entry[i].number, i);
+        CHECK_INT(entry[i].chosen, i == 0);
+        CHECK_STRING(entry[i].remark, i ? "" : "the system's default device");
+        CHECK(entry[i].info.matrix && entry[i].info.local_bytes == 32768);
+    }
+    WORKS(orchard_devices("metal", entry, 1, &count));
+    CHECK_INT(count, 3);
+    setenv("METAL_STANDIN_DEVICES", "0", 1);
+    FAILS(orchard_devices("metal", entry, 4, &count), ORCHARD_ERROR_DEVICE);
+    SAYS("metal: the system has no Metal device");
+    CHECK_INT(count, 0);
+    CHECK_INT(metal.counter("objects_live"), 0);
+}
+
 int main(int argc, char **argv)
 {
     devices_start(argc, argv);
@@ -171,6 +196,7 @@ int main(int argc, char **argv)
     run_group("no function", test_no_function);
     if (there[on]) {
         run_group("no device", test_no_device);
+        run_group("list", test_list);
         run_group("caps", test_caps);
         run_group("memory", test_memory);
         run_group("room", test_lost_while_waiting_for_room);

@@ -416,6 +416,17 @@ static void null_pointers(fixture *f)
                    "info is NULL");
     expect_refusal("ctx_device", "ctx_device", orchard_ctx_device(ctx, "cpu", &info), bad,
                    "backend is \"cpu\", which runs on no device");
+    orchard_device_entry entry;
+    int64_t count = 7;
+    expect_refusal("devices", "devices", orchard_devices(NULL, &entry, 1, &count), bad,
+                   "backend is NULL");
+    expect_refusal("devices", "devices", orchard_devices("opencl", &entry, 1, NULL), bad,
+                   "count is NULL");
+    expect_refusal("devices", "devices", orchard_devices("opencl", NULL, 1, &count), bad,
+                   "entries is NULL");
+    expect_refusal("devices", "devices", orchard_devices("cpu", &entry, 1, &count), bad,
+                   "backend is \"cpu\", which runs on no device");
+    CHECK_INT(count, 0);
     orchard_ctx_free(NULL);
     CHECK_INT(orchard_ctx_threads(NULL), 0);
     CHECK(orchard_ctx_cpu(NULL) == NULL);

@@ -96,7 +96,9 @@ static void test_own_objects(void)
     cl_device_id id;
     cl_int error;
     WORKS(orch_opencl_load(&cl));
-    WORKS(orch_opencl_choose(&cl, &id));
+    orch_opencl_survey survey;
+    WORKS(orch_opencl_look(&cl, &survey));
+    id = survey.of[survey.chosen].id;
     cl_context context = cl.CreateContext(NULL, 1, &id, NULL, NULL, &error);
     cl_context other = cl.CreateContext(NULL, 1, &id, NULL, NULL, &error);
     cl_command_queue queue = cl.CreateCommandQueue(context, id, 0, &error);
@@ -189,6 +191,49 @@ static void test_named_device(void)
     orch_device_close(device);
 }
 
+/* ---- The list -------------------------------------------------------------------------------- */
+
+static void check_list(const char *mode, const char *platform, const char *device,
+                       const char *remark, bool is_chosen)
+{
+    orchard_device_entry entry[4];
+    int64_t count = 0, chosen = 0;
+    setenv("FAULTY_OPENCL_MODE", mode, 1);
+    setenv("ORCHARD_OPENCL_PLATFORM", platform, 1);
+    setenv("ORCHARD_OPENCL_DEVICE", device, 1);
+    WORKS(orchard_devices("opencl", entry, 4, &count));
+    CHECK(count >= 1);
+    for (int64_t i = 0; i < count && i < 4; i++) {
+        chosen += entry[i].chosen;
+        CHECK(entry[i].info.name[0] && entry[i].info.driver[0] && entry[i].platform[0]);
+        CHECK(entry[i].info.local_bytes >= 16384 && entry[i].info.buffer_bytes > 0);
+        CHECK(strncmp(entry[i].version, "OpenCL ", 7) == 0);
+    }
+    CHECK_STRING(entry[0].remark, remark);
+    CHECK_INT(entry[0].chosen, is_chosen);
+    CHECK_INT(chosen, is_chosen);
+    CHECK_INT(entry[0].number, *platform || strcmp(mode, "old") == 0 ? -1 : 0);
+}
+
+static void test_list(void)
+{
+    opencl = use_faulty("");
+    check_list("", "", "", "the first CPU: there is no GPU", true);
+    check_list("gpu", "", "", "the first GPU", true);
+    check_list("", "", "0", "ORCHARD_OPENCL_DEVICE", true);
+    check_list("", "", "63", "", false);
+    check_list("", "No Such Vendor", "", "ORCHARD_OPENCL_PLATFORM names another platform", false);
+    check_list("old", "", "", "it is older than OpenCL 1.2", false);
+    CHECK_INT(opencl.live("context"), 0); /* nothing was opened */
+    orchard_device_entry entry = {.chosen = 7};
+    int64_t count = 0;
+    WORKS(orchard_devices("opencl", &entry, 0, &count));
+    CHECK(count >= 1 && entry.chosen == 7);
+    opencl.fail("open", 1);
+    FAILS(orchard_devices("opencl", &entry, 1, &count), ORCHARD_ERROR_MEMORY);
+    CHECK_INT(count, 0);
+}
+
 int main(int argc, char **argv)
 {
     devices_start(argc, argv);
@@ -201,6 +246,7 @@ int main(int argc, char **argv)
         run_group("other platform", test_other_platform);
         run_group("other device", test_other_device);
         run_group("named device", test_named_device);
+        run_group("list", test_list);
         run_group("discrete", test_discrete);
         run_group("released unmapped", test_released_unmapped);
         run_group("limits", test_kernel_limits);

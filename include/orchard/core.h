@@ -211,9 +211,11 @@ ORCHARD_API orchard_status orchard_ctx_device(orchard_ctx *ctx, const char *back
  *
  * A call whose tensors all lie in buffers of the device returns when its work is queued; work runs
  * in the order of calls. orchard_ctx_sync, orchard_buffer_read and a call with a tensor in host
- * memory wait for it. If the device fails after a call returned, outputs are undefined, and every
- * later call and sync of the context returns ORCHARD_ERROR_DEVICE. A default device that was lost
- * is not opened again within the process: new contexts do without it. */
+ * memory wait for it. So do lengths (key_lengths, cu_seqlens): each call's checks read them, and in
+ * private memory they are copied to the host for that, a few bytes, counted as staged. If the
+ * device fails after a call returned, outputs are undefined, and every later call and sync of the
+ * context returns ORCHARD_ERROR_DEVICE. A default device that was lost is not opened again within
+ * the process: new contexts do without it. */
 
 /* `storage` is a wish for where it lives; ORCHARD_STORAGE_ANY suits every use. Fresh memory is
  * undefined. Without a device only HOST and ANY can be had. Pairs with orchard_buffer_free. */
@@ -278,7 +280,8 @@ typedef struct orchard_report_line {
 ORCHARD_API int64_t orchard_report(orchard_report_line *lines, int64_t capacity);
 
 /* How operands in buffers, and operands of calls on a device, came to the backend: bound where they
- * are, host memory wrapped without a copy, or copied. Of the whole process. */
+ * are, host memory wrapped without a copy, or copied (staged: to the device, from private memory to
+ * a backend on the host, or private lengths for the checks). Of the whole process. */
 typedef struct orchard_memory_counts {
     uint64_t direct, wrapped, staged, staged_bytes;
 } orchard_memory_counts;

@@ -192,20 +192,25 @@ orch_device *orch_ctx_device(orchard_ctx *ctx, orch_device_kind kind)
     return ctx->device[kind];
 }
 
-orchard_status orchard_ctx_device(orchard_ctx *ctx, const char *backend, orchard_device_info *info)
+static const orch_backend *device_backend(const char *name)
 {
     const orch_backend *found = NULL;
+    for (int32_t i = 0; orch_backends[i] && !found; i++) {
+        const bool fits = orch_backends[i]->on_device && strcmp(orch_backends[i]->name, name) == 0;
+        found = fits ? orch_backends[i] : NULL;
+    }
+    return found;
+}
+
+orchard_status orchard_ctx_device(orchard_ctx *ctx, const char *backend, orchard_device_info *info)
+{
     if (!ctx || !backend || !info) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_device: %s is NULL",
                          !ctx       ? "ctx"
                          : !backend ? "backend"
                                     : "info");
     }
-    for (int32_t i = 0; orch_backends[i] && !found; i++) {
-        const bool fits =
-            orch_backends[i]->on_device && strcmp(orch_backends[i]->name, backend) == 0;
-        found = fits ? orch_backends[i] : NULL;
-    }
+    const orch_backend *found = device_backend(backend);
     if (!found) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT,
                          "ctx_device: backend is \"%.64s\", which runs on no device", backend);
@@ -216,18 +221,24 @@ orchard_status orchard_ctx_device(orchard_ctx *ctx, const char *backend, orchard
         orch_device_close(late);
         return ORCHARD_ERROR_DEVICE;
     }
-    const orch_device_caps *caps = &device->caps;
-    *info = (orchard_device_info){.is_cpu = caps->is_cpu,
-                                  .group_threads = caps->group_threads,
-                                  .simd_width = caps->simd_width,
-                                  .matrix = caps->matrix,
-                                  .local_bytes = caps->local_bytes,
-                                  .buffer_bytes = caps->buffer_bytes,
-                                  .memory_bytes = caps->memory_bytes,
-                                  .wrap_alignment = caps->wrap_alignment};
-    memcpy(info->name, caps->name, sizeof info->name);
-    memcpy(info->driver, caps->driver, sizeof info->driver);
+    orch_device_tell(&device->caps, info);
     return ORCHARD_OK;
+}
+
+orchard_status orchard_devices(const char *backend, orchard_device_entry *entries, int64_t capacity,
+                               int64_t *count)
+{
+    if (!backend || !count || (!entries && capacity > 0)) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "devices: %s is NULL",
+                         !backend ? "backend"
+                         : !count ? "count"
+                                  : "entries");
+    }
+    *count = 0;
+    const orch_backend *found = device_backend(backend);
+    return found ? orch_device_list(found->device_kind, entries, capacity, count)
+                 : orch_fail(ORCHARD_ERROR_ARGUMENT,
+                             "devices: backend is \"%.64s\", which runs on no device", backend);
 }
 
 orch_device *orch_ctx_any_device(orchard_ctx *ctx)

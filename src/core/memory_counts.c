@@ -26,6 +26,12 @@ void orch_memory_count(const char *op, const char *operand, orch_resolution how,
     if (how == ORCH_STAGED) {
         atomic_fetch_add_explicit(&staged_bytes, bytes, memory_order_relaxed);
     }
+    orch_memory_log_bind(op, operand, how, storage, bytes);
+}
+
+void orch_memory_log_bind(const char *op, const char *operand, orch_resolution how,
+                          orchard_storage storage, size_t bytes)
+{
     orch_log_line(ORCH_LOG_PROFILE, "bind %s %s %zu %s %s", op, operand, bytes, words[how],
                   storage_word(storage));
 }

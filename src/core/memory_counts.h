@@ -10,6 +10,10 @@ typedef enum orch_resolution { ORCH_DIRECT, ORCH_WRAPPED, ORCH_STAGED } orch_res
 void orch_memory_count(const char *op, const char *operand, orch_resolution how,
                        orchard_storage storage, size_t bytes);
 
+/* The profile log's line alone: host memory for a backend on the host is no news to count. */
+void orch_memory_log_bind(const char *op, const char *operand, orch_resolution how,
+                          orchard_storage storage, size_t bytes);
+
 /* What the profile log knows of a buffer; part of it. All-zero: it was never logged. */
 typedef struct orch_memory_entry {
     uint64_t id;

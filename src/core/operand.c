@@ -6,6 +6,7 @@
 
 #include "core/buffer.h"
 #include "core/context.h"
+#include "core/log.h"
 #include "core/memory_counts.h"
 #include "core/tensor.h"
 
@@ -153,6 +154,15 @@ orchard_status orch_operands_check(const char *op, const orch_operand *operands,
 
 /* ---- For backends on the host ---------------------------------------------------------------- */
 
+static void log_host(const char *op, const orch_operand *operand)
+{
+    if (orch_log_on(ORCH_LOG_PROFILE) && orch_tensor_present(operand->tensor) &&
+        orch_tensor_extent(operand->tensor)) {
+        orch_memory_log_bind(op, operand->name, ORCH_DIRECT, ORCHARD_STORAGE_HOST,
+                             orch_tensor_extent(operand->tensor));
+    }
+}
+
 orchard_status orch_operands_fetch(const char *op, const orch_operand *operands, int32_t count,
                                    orch_copies *copies, bool *moved)
 {
@@ -161,6 +171,7 @@ orchard_status orch_operands_fetch(const char *op, const orch_operand *operands,
     for (int32_t i = 0; i < count; i++) {
         const orchard_buffer *buffer = operands[i].buffer;
         if (!buffer) {
+            log_host(op, &operands[i]);
             continue;
         }
         ORCH_TRY(orch_buffer_idle(buffer));

@@ -10,7 +10,10 @@
 #include "core/dispatch.h"
 #include "core/route.h"
 
-#define REASONS 8
+/* More than the reasons that dispatch, the devices, a room's plan, audits and tune files have for
+ * one operation on one backend: 20 by now. A program that lives long may meet them all, and the one
+ * that matters, an audit's alarm say, may come last. */
+#define REASONS 32
 
 typedef struct counter {
     _Atomic(const char *) reason;

@@ -127,6 +127,13 @@ static void bind_operand(orch_resolution_table *t, int32_t i)
     }
 }
 
+/* Private lengths are bound where they are, but the checks had a copy made (operand.c): whoever
+ * looks for copies must find it. */
+static bool was_copied(const orch_operand *operand)
+{
+    return operand->role == ORCH_LENGTHS && operand->buffer && !operand->buffer->memory.contents;
+}
+
 void orch_resolve_count(const orch_resolution_table *t)
 {
     for (int32_t i = 0; i < t->call->operand_count; i++) {
@@ -134,7 +141,8 @@ void orch_resolve_count(const orch_resolution_table *t)
         const int32_t region = t->binding[i].region;
         if (t->binding[i].handle) {
             orch_memory_count(orch_op_entries[t->call->op].name, operand->name,
-                              region < 0                  ? ORCH_DIRECT
+                              was_copied(operand)         ? ORCH_STAGED
+                              : region < 0                ? ORCH_DIRECT
                               : t->region[region].wrapped ? ORCH_WRAPPED
                                                           : ORCH_STAGED,
                               operand->buffer ? operand->buffer->memory.storage

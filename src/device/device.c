@@ -220,6 +220,24 @@ static orch_device *open_default(orch_device_kind kind, const orch_device_reques
     return device;
 }
 
+/* Around everything that may load a driver. Its threads inherit the mask: the process's signals are
+ * for the caller's threads. */
+static sigset_t enter_driver(void)
+{
+    sigset_t all, before;
+    pthread_once(&prepared, prepare);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_mutex_lock(&registry);
+    return before;
+}
+
+static void leave_driver(const sigset_t *before)
+{
+    pthread_mutex_unlock(&registry);
+    pthread_sigmask(SIG_SETMASK, before, NULL);
+}
+
 orch_device *orch_device_open(orch_device_kind kind, const orch_device_request *request)
 {
     static const orch_device_request none;
@@ -227,21 +245,49 @@ orch_device *orch_device_open(orch_device_kind kind, const orch_device_request *
     request = request ? request : &none;
     bool own = kind == ORCH_METAL ? request->metal_device || request->metal_queue
                                   : request->opencl_context || request->opencl_queue;
-    pthread_once(&prepared, prepare);
-    /* A driver's threads inherit the mask: the process's signals are for the caller's threads. */
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    pthread_mutex_lock(&registry);
+    sigset_t before = enter_driver();
     if (own) {
         open_kind(kind, request, &device);
     } else {
         device = open_default(kind, request);
     }
-    pthread_mutex_unlock(&registry);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    leave_driver(&before);
     return device;
 }
+
+/* ---- What there is --------------------------------------------------------------------------- */
+
+orchard_status orch_device_list(orch_device_kind kind, orchard_device_entry *entries,
+                                int64_t capacity, int64_t *count)
+{
+    sigset_t before = enter_driver();
+    orchard_status status;
+    if (slots[kind].pid && slots[kind].pid != getpid()) {
+        status = forked(names[kind]);
+    } else {
+        slots[kind].pid = getpid();
+        status = kind == ORCH_METAL ? orch_metal_list(entries, capacity, count)
+                                    : orch_opencl_list(entries, capacity, count);
+    }
+    leave_driver(&before);
+    return status;
+}
+
+void orch_device_tell(const orch_device_caps *caps, orchard_device_info *info)
+{
+    *info = (orchard_device_info){.is_cpu = caps->is_cpu,
+                                  .group_threads = caps->group_threads,
+                                  .simd_width = caps->simd_width,
+                                  .matrix = caps->matrix,
+                                  .local_bytes = caps->local_bytes,
+                                  .buffer_bytes = caps->buffer_bytes,
+                                  .memory_bytes = caps->memory_bytes,
+                                  .wrap_alignment = caps->wrap_alignment};
+    memcpy(info->name, caps->name, sizeof info->name);
+    memcpy(info->driver, caps->driver, sizeof info->driver);
+}
+
+/* ---- Owners ---------------------------------------------------------------------------------- */
 
 orch_device *orch_device_retain(orch_device *device)
 {

@@ -13,6 +13,8 @@
 #ifndef ORCH_DEVICE_H
 #define ORCH_DEVICE_H
 
+#include <orchard/devices.h>
+
 #include <stdatomic.h>
 #include <stdbool.h>
 
@@ -144,6 +146,15 @@ orchard_status orch_device_kernel(orch_device *device, const char *name, const c
 /* Implemented by opencl_device.c and metal_device.c; the sentence says what is missing. */
 orchard_status orch_opencl_open(const orch_device_request *request, orch_device **device);
 orchard_status orch_metal_open(const orch_device_request *request, orch_device **device);
+
+/* orchard_devices, of one kind; the two below are its implementations. */
+orchard_status orch_device_list(orch_device_kind kind, orchard_device_entry *entries,
+                                int64_t capacity, int64_t *count);
+orchard_status orch_opencl_list(orchard_device_entry *entries, int64_t capacity, int64_t *count);
+orchard_status orch_metal_list(orchard_device_entry *entries, int64_t capacity, int64_t *count);
+
+/* What a caller is told of a device. */
+void orch_device_tell(const orch_device_caps *caps, orchard_device_info *info);
 
 /* ---- kernel_cache.c: compiled programs on disk -------------------------------------------------
  */

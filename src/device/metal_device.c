@@ -179,6 +179,11 @@ static orchard_status open_libraries(orch_metal_device *device)
     return missing ? orch_fail(ORCHARD_ERROR_DEVICE, "metal: %s is missing", missing) : ORCHARD_OK;
 }
 
+static orchard_status no_device(void)
+{
+    return orch_fail(ORCHARD_ERROR_DEVICE, "metal: the system has no Metal device");
+}
+
 /* The caller's device and queue, or the system's. */
 static orchard_status take_queue(orch_metal_device *device, const orch_device_request *request)
 {
@@ -198,25 +203,23 @@ static orchard_status take_queue(orch_metal_device *device, const orch_device_re
         device->device = api->MTLCreateSystemDefaultDevice();
     }
     if (!device->device) {
-        return orch_fail(ORCHARD_ERROR_DEVICE, "metal: the system has no Metal device");
+        return no_device();
     }
     device->queue = device->queue ? device->queue : orch_mtl_device_new_queue(api, device->device);
     return device->queue ? ORCHARD_OK
                          : orch_fail(ORCHARD_ERROR_DEVICE, "metal: the device gave no queue");
 }
 
-static void read_caps(orch_metal_device *device)
+static void read_caps(const struct orch_metal *api, id device, orch_device_caps *caps)
 {
-    const struct orch_metal *api = &device->api;
-    orch_device_caps *caps = &device->base.caps;
-    id name = orch_mtl_device_name(api, device->device);
+    id name = orch_mtl_device_name(api, device);
     caps->group_threads = ORCH_MTL_MAX_THREADS;
     caps->simd_width = 32;
-    caps->local_bytes = orch_mtl_device_max_threadgroup_memory(api, device->device);
-    caps->buffer_bytes = orch_mtl_device_max_buffer_length(api, device->device);
-    caps->memory_bytes = orch_mtl_device_working_set(api, device->device);
+    caps->local_bytes = orch_mtl_device_max_threadgroup_memory(api, device);
+    caps->buffer_bytes = orch_mtl_device_max_buffer_length(api, device);
+    caps->memory_bytes = orch_mtl_device_working_set(api, device);
     caps->wrap_alignment = ORCH_MTL_NO_COPY_PAGE;
-    caps->matrix = orch_mtl_device_supports_family(api, device->device, ORCH_MTL_FAMILY_APPLE7);
+    caps->matrix = orch_mtl_device_supports_family(api, device, ORCH_MTL_FAMILY_APPLE7);
     snprintf(caps->name, sizeof caps->name, "%s", name ? orch_mtl_string_text(api, name) : "?");
     snprintf(caps->driver, sizeof caps->driver, "Metal");
 }
@@ -240,11 +243,48 @@ orchard_status orch_metal_open(const orch_device_request *request, orch_device *
     void *pool = device->api.objc_autoreleasePoolPush();
     status = take_queue(device, request);
     if (status == ORCHARD_OK) {
-        read_caps(device);
+        read_caps(&device->api, device->device, &device->base.caps);
         *out = &device->base;
     } else {
         metal_close(&device->base);
     }
     pop(pool);
     return status;
+}
+
+/* ---- What there is --------------------------------------------------------------------------- */
+
+static void list_devices(const struct orch_metal *api, orchard_device_entry *entries,
+                         int64_t capacity, int64_t *count)
+{
+    id chosen = api->MTLCreateSystemDefaultDevice(), all = api->MTLCopyAllDevices();
+    *count = all ? (int64_t)orch_mtl_array_count(api, all) : 0;
+    for (int64_t i = 0; i < *count && i < capacity; i++) {
+        orchard_device_entry *entry = &entries[i];
+        orch_device_caps caps = {0};
+        id device = orch_mtl_array_at(api, all, (NSUInteger)i);
+        read_caps(api, device, &caps);
+        *entry = (orchard_device_entry){.platform = "Metal", .number = (int32_t)i};
+        orch_device_tell(&caps, &entry->info);
+        entry->chosen = device == chosen;
+        snprintf(entry->remark, sizeof entry->remark, "%s",
+                 entry->chosen ? "the system's default device" : "");
+    }
+    if (all) {
+        orch_mtl_object_release(api, all);
+    }
+    if (chosen) {
+        orch_mtl_object_release(api, chosen);
+    }
+}
+
+orchard_status orch_metal_list(orchard_device_entry *entries, int64_t capacity, int64_t *count)
+{
+    orch_metal_device libraries = {0};
+    ORCH_TRY(open_libraries(&libraries));
+    const struct orch_metal *api = &libraries.api;
+    void *pool = api->objc_autoreleasePoolPush();
+    list_devices(api, entries, capacity, count);
+    api->objc_autoreleasePoolPop(pool);
+    return *count ? ORCHARD_OK : no_device();
 }

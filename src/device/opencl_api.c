@@ -1,14 +1,10 @@
-/* Opening OpenCL at run time, and choosing a device. */
+/* Opening OpenCL at run time, and asking it. */
 #include "device/opencl_api.h"
 
 #include <dlfcn.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
-
-#define MAX_PLATFORMS 16
-#define MAX_DEVICES 64
 
 /* ---- The library ----------------------------------------------------------------------------- */
 
@@ -158,27 +154,7 @@ orchard_status orch_opencl_failed(const char *call, cl_int code)
                      "opencl: %s failed: %s (%d)", call, orch_opencl_error_name(code), code);
 }
 
-/* ---- Choosing a device ----------------------------------------------------------------------- */
-
-/* Does the i-th thing, called `name`, fit the wish: nothing, a number, or a part of the name? */
-static bool wished(const char *wish, cl_uint i, const char *name)
-{
-    if (!wish || !*wish) {
-        return true;
-    }
-    char *end;
-    unsigned long number = strtoul(wish, &end, 10);
-    if (*end == 0) {
-        return number == i;
-    }
-    size_t length = strlen(wish);
-    for (; *name; name++) {
-        if (strncasecmp(name, wish, length) == 0) {
-            return true;
-        }
-    }
-    return false;
-}
+/* ---- Queries --------------------------------------------------------------------------------- */
 
 void orch_opencl_device_text(const orch_opencl_api *api, cl_device_id device, cl_uint query,
                              char *text, size_t bytes)
@@ -194,83 +170,4 @@ void orch_opencl_device_text(const orch_opencl_api *api, cl_device_id device, cl
         memcpy(text, whole, length);
         text[length] = 0;
     }
-}
-
-/* Adds the platform's devices that could serve; a platform that fails to answer has none. */
-static void list_devices(const orch_opencl_api *api, cl_platform_id platform, cl_device_id *list,
-                         cl_uint *count)
-{
-    cl_device_id found[MAX_DEVICES];
-    cl_uint n = 0;
-    if (api->GetDeviceIDs(platform, CL_DEVICE_TYPE_ALL, MAX_DEVICES, found, &n) != CL_SUCCESS) {
-        return;
-    }
-    for (cl_uint i = 0; i < n && i < MAX_DEVICES && *count < MAX_DEVICES; i++) {
-        cl_bool ready = CL_FALSE, compiles = CL_FALSE;
-        api->GetDeviceInfo(found[i], CL_DEVICE_AVAILABLE, sizeof ready, &ready, NULL);
-        api->GetDeviceInfo(found[i], CL_DEVICE_COMPILER_AVAILABLE, sizeof compiles, &compiles,
-                           NULL);
-        char version[64];
-        orch_opencl_device_text(api, found[i], CL_DEVICE_VERSION, version, sizeof version);
-        if (ready && compiles && strcmp(version, "OpenCL 1.2") >= 0) {
-            list[(*count)++] = found[i];
-        }
-    }
-}
-
-static orchard_status list_platforms(const orch_opencl_api *api, cl_device_id *list, cl_uint *count)
-{
-    const char *wish = getenv("ORCHARD_OPENCL_PLATFORM");
-    cl_platform_id platforms[MAX_PLATFORMS];
-    cl_uint n = 0, fitting = 0;
-    cl_int error = api->GetPlatformIDs(MAX_PLATFORMS, platforms, &n);
-    if (error != CL_SUCCESS && error != CL_PLATFORM_NOT_FOUND_KHR) {
-        return orch_opencl_failed("clGetPlatformIDs", error);
-    }
-    if (error != CL_SUCCESS || n == 0) {
-        return orch_fail(ORCHARD_ERROR_DEVICE, "opencl: no platform is installed");
-    }
-    for (cl_uint i = 0; i < n && i < MAX_PLATFORMS; i++) {
-        char name[256] = "";
-        api->GetPlatformInfo(platforms[i], CL_PLATFORM_NAME, sizeof name - 1, name, NULL);
-        if (wished(wish, i, name)) {
-            fitting++;
-            list_devices(api, platforms[i], list, count);
-        }
-    }
-    if (fitting == 0) {
-        return orch_fail(ORCHARD_ERROR_DEVICE,
-                         "opencl: ORCHARD_OPENCL_PLATFORM=%.100s fits none of %u platforms", wish,
-                         n);
-    }
-    return ORCHARD_OK;
-}
-
-orchard_status orch_opencl_choose(const orch_opencl_api *api, cl_device_id *device)
-{
-    static const cl_bitfield preferred[] = {CL_DEVICE_TYPE_GPU, CL_DEVICE_TYPE_ACCELERATOR,
-                                            CL_DEVICE_TYPE_CPU};
-    const char *wish = getenv("ORCHARD_OPENCL_DEVICE");
-    cl_device_id list[MAX_DEVICES];
-    cl_uint count = 0;
-    ORCH_TRY(list_platforms(api, list, &count));
-    if (count == 0) {
-        return orch_fail(ORCHARD_ERROR_DEVICE,
-                         "opencl: no device is available that compiles OpenCL C 1.2");
-    }
-    for (size_t k = 0; k < sizeof preferred / sizeof preferred[0]; k++) {
-        for (cl_uint i = 0; i < count; i++) {
-            char name[256];
-            cl_bitfield type = 0;
-            orch_opencl_device_text(api, list[i], CL_DEVICE_NAME, name, sizeof name);
-            api->GetDeviceInfo(list[i], CL_DEVICE_TYPE, sizeof type, &type, NULL);
-            if ((type & preferred[k]) && wished(wish, i, name)) {
-                *device = list[i];
-                return ORCHARD_OK;
-            }
-        }
-    }
-    return orch_fail(ORCHARD_ERROR_DEVICE,
-                     "opencl: ORCHARD_OPENCL_DEVICE=%.100s fits none of %u devices",
-                     wish ? wish : "", count);
 }

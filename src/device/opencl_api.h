@@ -154,9 +154,27 @@ typedef struct orch_opencl_api {
  * keep threads running in it. */
 orchard_status orch_opencl_load(orch_opencl_api *api);
 
-/* The device that ORCHARD_OPENCL_PLATFORM and ORCHARD_OPENCL_DEVICE choose, each a number or a part
- * of the name; without them the first GPU, else the first accelerator, else the first CPU. */
-orchard_status orch_opencl_choose(const orch_opencl_api *api, cl_device_id *device);
+/* What there is and what is chosen (opencl_choose.c). */
+#define ORCH_OPENCL_MAX_DEVICES 64
+
+typedef struct orch_opencl_survey {
+    struct {
+        cl_device_id id;
+        cl_platform_id platform;
+        int32_t platform_number; /* its place among the platforms */
+        int32_t number;          /* its place among those that could serve; -1: it cannot */
+        const char *refused;     /* why it cannot; NULL: it can */
+    } of[ORCH_OPENCL_MAX_DEVICES];
+    int32_t count;
+    int32_t chosen;        /* -1: none, and the sentence says why */
+    const char *chosen_by; /* what decided */
+} orch_opencl_survey;
+
+/* All devices of all platforms, of which ORCHARD_OPENCL_PLATFORM and ORCHARD_OPENCL_DEVICE choose
+ * one, each a number or a part of the name; without them the first GPU, else the first accelerator,
+ * else the first CPU. Fails when there is no platform or none is chosen; the list is filled as far
+ * as there is one. */
+orchard_status orch_opencl_look(const orch_opencl_api *api, orch_opencl_survey *survey);
 
 /* A text that a query gives, cut to fit; "" if the query fails. */
 void orch_opencl_device_text(const orch_opencl_api *api, cl_device_id device, cl_uint query,

@@ -272,7 +272,9 @@ static const orch_device_class opencl_class = {
 static orchard_status open_default(orch_opencl *device)
 {
     cl_int error = CL_SUCCESS;
-    ORCH_TRY(orch_opencl_choose(&device->cl, &device->id));
+    orch_opencl_survey survey;
+    ORCH_TRY(orch_opencl_look(&device->cl, &survey));
+    device->id = survey.of[survey.chosen].id;
     device->context = device->cl.CreateContext(NULL, 1, &device->id, NULL, NULL, &error);
     if (!device->context) {
         return orch_opencl_failed("clCreateContext", error);
@@ -329,49 +331,55 @@ static orchard_status open_callers(orch_opencl *device, const orch_device_reques
     return ORCHARD_OK;
 }
 
-static cl_ulong device_number(orch_opencl *device, cl_uint query, size_t bytes)
+static cl_ulong device_number(const orch_opencl_api *cl, cl_device_id id, cl_uint query,
+                              size_t bytes)
 {
     union {
         cl_ulong whole;
         cl_uint half;
         size_t size;
     } value = {0};
-    if (device->cl.GetDeviceInfo(device->id, query, bytes, &value, NULL) != CL_SUCCESS) {
+    if (cl->GetDeviceInfo(id, query, bytes, &value, NULL) != CL_SUCCESS) {
         return 0;
     }
     return bytes == sizeof(cl_uint) ? value.half : value.whole;
 }
 
-static void describe(orch_opencl *device)
+static void read_caps(const orch_opencl_api *cl, cl_device_id id, orch_device_caps *caps)
 {
-    orch_device_caps *caps = &device->base.caps;
-    cl_ulong threads = device_number(device, CL_DEVICE_MAX_WORK_GROUP_SIZE, sizeof(size_t));
-    cl_ulong local = device_number(device, CL_DEVICE_LOCAL_MEM_SIZE, sizeof(cl_ulong));
+    cl_ulong threads = device_number(cl, id, CL_DEVICE_MAX_WORK_GROUP_SIZE, sizeof(size_t));
+    cl_ulong local = device_number(cl, id, CL_DEVICE_LOCAL_MEM_SIZE, sizeof(cl_ulong));
     caps->group_threads = (int32_t)(threads < MAX_THREADS ? threads : MAX_THREADS);
     caps->simd_width = 1;
     caps->local_bytes = local < MAX_LOCAL_BYTES ? (size_t)local : MAX_LOCAL_BYTES;
     caps->buffer_bytes =
-        (size_t)device_number(device, CL_DEVICE_MAX_MEM_ALLOC_SIZE, sizeof(cl_ulong));
-    caps->memory_bytes = (size_t)device_number(device, CL_DEVICE_GLOBAL_MEM_SIZE, sizeof(cl_ulong));
+        (size_t)device_number(cl, id, CL_DEVICE_MAX_MEM_ALLOC_SIZE, sizeof(cl_ulong));
+    caps->memory_bytes = (size_t)device_number(cl, id, CL_DEVICE_GLOBAL_MEM_SIZE, sizeof(cl_ulong));
     caps->is_cpu =
-        (device_number(device, CL_DEVICE_TYPE, sizeof(cl_bitfield)) & CL_DEVICE_TYPE_CPU) != 0;
+        (device_number(cl, id, CL_DEVICE_TYPE, sizeof(cl_bitfield)) & CL_DEVICE_TYPE_CPU) != 0;
     /* Without unified memory a driver would copy behind our back, and we would count that as
      * wrapped. Where memory is shared, GPUs want whole pages; for a CPU the alignment of the
      * kernels' widest loads will do. */
-    bool unified = device_number(device, CL_DEVICE_HOST_UNIFIED_MEMORY, sizeof(cl_bool)) != 0;
+    bool unified = device_number(cl, id, CL_DEVICE_HOST_UNIFIED_MEMORY, sizeof(cl_bool)) != 0;
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     caps->wrap_alignment = !unified ? 0 : caps->is_cpu ? 16 : page;
-    orch_opencl_device_text(&device->cl, device->id, CL_DEVICE_NAME, caps->name, sizeof caps->name);
-    orch_opencl_device_text(&device->cl, device->id, CL_DRIVER_VERSION, caps->driver,
-                            sizeof caps->driver);
-    orch_opencl_device_text(&device->cl, device->id, CL_DEVICE_VERSION, device->version,
+    orch_opencl_device_text(cl, id, CL_DEVICE_NAME, caps->name, sizeof caps->name);
+    orch_opencl_device_text(cl, id, CL_DRIVER_VERSION, caps->driver, sizeof caps->driver);
+}
+
+static void describe(orch_opencl *device)
+{
+    const orch_opencl_api *cl = &device->cl;
+    read_caps(cl, device->id, &device->base.caps);
+    orch_opencl_device_text(cl, device->id, CL_DEVICE_VERSION, device->version,
                             sizeof device->version);
     cl_platform_id platform = NULL;
-    device->cl.GetDeviceInfo(device->id, CL_DEVICE_PLATFORM, sizeof platform, &platform, NULL);
-    device->cl.GetPlatformInfo(platform, CL_PLATFORM_VERSION, sizeof device->platform - 1,
-                               device->platform, NULL);
+    cl->GetDeviceInfo(device->id, CL_DEVICE_PLATFORM, sizeof platform, &platform, NULL);
+    cl->GetPlatformInfo(platform, CL_PLATFORM_VERSION, sizeof device->platform - 1,
+                        device->platform, NULL);
     /* IEEE arithmetic: none of the options that loosen it, and exact division where offered. */
-    cl_ulong config = device_number(device, CL_DEVICE_SINGLE_FP_CONFIG, sizeof(cl_bitfield));
+    cl_ulong config =
+        device_number(cl, device->id, CL_DEVICE_SINGLE_FP_CONFIG, sizeof(cl_bitfield));
     snprintf(device->options, sizeof device->options, "-cl-std=CL1.2%s",
              config & CL_FP_CORRECTLY_ROUNDED_DIVIDE_SQRT
                  ? " -cl-fp32-correctly-rounded-divide-sqrt"
@@ -401,4 +409,29 @@ orchard_status orch_opencl_open(const orch_device_request *request, orch_device 
     describe(device);
     *result = &device->base;
     return ORCHARD_OK;
+}
+
+orchard_status orch_opencl_list(orchard_device_entry *entries, int64_t capacity, int64_t *count)
+{
+    orch_opencl_api cl;
+    orch_opencl_survey survey;
+    ORCH_TRY(orch_opencl_load(&cl));
+    const orchard_status status = orch_opencl_look(&cl, &survey);
+    for (int32_t i = 0; i < survey.count && i < capacity; i++) {
+        orchard_device_entry *entry = &entries[i];
+        orch_device_caps caps = {0};
+        read_caps(&cl, survey.of[i].id, &caps);
+        *entry = (orchard_device_entry){.platform_number = survey.of[i].platform_number,
+                                        .number = survey.of[i].number,
+                                        .chosen = i == survey.chosen};
+        orch_device_tell(&caps, &entry->info);
+        cl.GetPlatformInfo(survey.of[i].platform, CL_PLATFORM_NAME, sizeof entry->platform - 1,
+                           entry->platform, NULL);
+        orch_opencl_device_text(&cl, survey.of[i].id, CL_DEVICE_VERSION, entry->version,
+                                sizeof entry->version);
+        const char *remark = entry->chosen ? survey.chosen_by : survey.of[i].refused;
+        snprintf(entry->remark, sizeof entry->remark, "%s", remark ? remark : "");
+    }
+    *count = survey.count;
+    return survey.count ? ORCHARD_OK : status;
 }

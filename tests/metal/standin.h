@@ -46,9 +46,12 @@ struct string { /* NSString and NSError */
     char *text;
 };
 
+enum { MAX_ITEMS = 4 };
+
 struct array {
     struct object object;
-    id items[1];
+    NSUInteger count;
+    id items[MAX_ITEMS];
 };
 
 struct options {

@@ -93,8 +93,8 @@ static void destroy(struct object *object)
         free(((struct string *)object)->text);
         break;
     case CLASS_NSArray:
-        if (((struct array *)object)->items[0]) {
-            standin_release(((struct array *)object)->items[0]);
+        for (NSUInteger i = 0; i < ((struct array *)object)->count; i++) {
+            standin_release(((struct array *)object)->items[i]);
         }
         break;
     case CLASS_MTLCommandQueue:
@@ -359,14 +359,14 @@ id standin_error_description(id self, SEL command)
 NSUInteger standin_array_count(id self, SEL command)
 {
     const struct array *array = standin_expect(self, CLASS_NSArray, standin_selector(command));
-    return array->items[0] != NULL;
+    return array->count;
 }
 
 id standin_array_at(id self, SEL command, NSUInteger index)
 {
     const struct array *array = standin_expect(self, CLASS_NSArray, standin_selector(command));
-    if (index > 0 || !array->items[0]) {
+    if (index >= array->count) {
         standin_stop("objectAtIndex: %lu is outside of the array", index);
     }
-    return array->items[0];
+    return array->items[index];
 }

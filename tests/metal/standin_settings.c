@@ -153,7 +153,11 @@ id MTLCreateSystemDefaultDevice(void)
 id MTLCopyAllDevices(void)
 {
     struct array *array = standin_new(CLASS_NSArray);
-    array->items[0] = MTLCreateSystemDefaultDevice();
+    const long devices = standin_setting("DEVICES", 1);
+    for (long i = 0; i < devices && i < MAX_ITEMS; i++) {
+        void *device = i ? standin_new(CLASS_MTLDevice) : (void *)MTLCreateSystemDefaultDevice();
+        array->items[array->count++] = (id)device;
+    }
     return (id)(void *)array;
 }
 
