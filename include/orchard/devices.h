@@ -15,6 +15,8 @@
 extern "C" {
 #endif
 
+/* Its layout is fixed, since callers own arrays of it: what is added later gets a struct of its own.
+ */
 typedef struct orchard_device_entry {
     orchard_device_info info;
     char platform[80];       /* OpenCL: whose driver it is; Metal: "Metal" */
