@@ -435,6 +435,46 @@ static void test_another_device(void)
     check_nothing_left();
 }
 
+/* Metal's kernel has not run when OpenCL is given its result: OpenCL's call waits for it. */
+static void test_busy_device(void)
+{
+    enum { FLOATS = 3 * 8, BYTES = FLOATS * 4 };
+    static const int64_t size[] = {1, 1, 3, 8};
+    float x[FLOATS], got[FLOATS], want[FLOATS];
+    backend = "metal";
+    opencl = use_faulty("");
+    metal = use_standin();
+    fixture_numbers(x, FLOATS, 1);
+    orchard_ctx *first = make_context("metal"), *second = make_context("opencl");
+    orchard_buffer *from = make_buffer(first, BYTES, ORCHARD_STORAGE_SHARED);
+    orchard_buffer *between = make_buffer(first, BYTES, ORCHARD_STORAGE_SHARED);
+    WORKS(orchard_buffer_write(from, 0, x, BYTES));
+    const orchard_tensor q = orchard_tensor_in(from, 0, ORCHARD_F32, 4, size);
+    orchard_tensor middle = orchard_tensor_in(between, 0, ORCHARD_F32, 4, size);
+    for (int settled = 0; settled < 2; settled++) {
+        const orchard_attention_forward_args one = {.out = middle,
+                                                    .attention = {.q = q, .k = q, .v = q}};
+        memset(x, 0x5a, BYTES);
+        WORKS(orchard_buffer_write(between, 0, x, BYTES));
+        WORKS(orchard_attention_forward(first, &one));
+        if (settled) {
+            WORKS(orchard_ctx_sync(first));
+        }
+        const orchard_attention_forward_args two = {
+            .out = orchard_tensor_dense(settled ? want : got, ORCHARD_F32, 4, size),
+            .attention = {.q = middle, .k = middle, .v = middle}};
+        WORKS(orchard_attention_forward(second, &two));
+    }
+    CHECK(memcmp(want, got, BYTES) == 0);
+    orchard_buffer_free(from);
+    orchard_buffer_free(between);
+    orchard_ctx_free(first);
+    orchard_ctx_free(second);
+    check_nothing_left();
+    backend = "opencl";
+    check_nothing_left();
+}
+
 static void run_groups(const char *name)
 {
     backend = name;
@@ -462,6 +502,7 @@ int main(int argc, char **argv)
     }
     if (opencl_exists && standin_exists()) {
         run_group("another device", test_another_device);
+        run_group("a busy device", test_busy_device);
     }
     return fixture_end("buffer");
 }

@@ -4,6 +4,7 @@
 #include <float.h>
 
 #include "attention/attention_running.h"
+#include "core/philox.h"
 
 static orchard_ctx *tested;
 static bool on_device; /* which has no double precision */
@@ -113,7 +114,8 @@ static void check_blind_rows(const attention_case *c, int way)
         CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
         if (name == DLSE && c->sinks) {
             for (int64_t h = 0; h < c->H; h++) {
-                CHECK(!isfinite(box_get(&p.box[DSINKS], 0, h, 0, 0)));
+                const double got = box_get(&p.box[DSINKS], 0, h, 0, 0);
+                CHECK(n / 3 ? got == INFINITY : isnan(got)); /* dlse's sum over the blind rows */
                 box_set(&p.box[DSINKS], 0, h, 0, 0, box_get(&clean.box[DSINKS], 0, h, 0, 0));
             }
         }
@@ -311,6 +313,86 @@ static void probabilities_under_a_coarse_lse(void)
     }
     problem_free(&p);
 }
+
+/* Scores that are exact in units of log 2, and an lse that is not: P follows the lse that backward
+ * was given, to more digits than that lse has in units of log 2. */
+static void probabilities_follow_the_given_lse(void)
+{
+    const attention_case c = {.name = "given lse",
+                              CASE_SHAPE(40, 1, 1, 1, 1, 1, 1),
+                              .dtype = ORCHARD_F32,
+                              .has_scale = 1,
+                              .scale = 0.6931471805599453}; /* ln 2 */
+    problem p;
+    problem_make(&p, &c, 36);
+    for (int64_t b = 0; b < c.B; b++) {
+        box_set(&p.box[K], b, 0, 0, 0, 1);
+        box_set(&p.box[Q], b, 0, 0, 0, (double)(1000 + 37 * b));
+        box_set(&p.box[DOUT], b, 0, 0, 0, 1);
+    }
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    for (int64_t b = 0; b < c.B && on_device; b++) {
+        const double score = c.scale * (double)(1000 + 37 * b);
+        const double given = exp(score - box_get(&p.box[LSE], b, 0, 0, 0));
+        CHECK_NEAR(box_get(&p.box[DV], b, 0, 0, 0), given < 1 ? given : 1, 2e-6);
+    }
+    problem_free(&p);
+}
+
+/* ---- Dropout --------------------------------------------------------------------------------- */
+
+/* A probability of 1 drops every pair: no sum of what is large can overflow. */
+static void everything_is_dropped(void)
+{
+    for (int few = 0; few < 2; few++) {
+        const attention_case c = {.name = "everything dropped",
+                                  CASE_SHAPE(1, 2, 1, few ? 2 : 20, few ? 1030 : 40, 8, 8),
+                                  .dtype = ORCHARD_F32,
+                                  .dropout = 1,
+                                  .seed = 5};
+        problem p;
+        int64_t wrong = 0;
+        problem_make(&p, &c, 37);
+        for (int64_t n = 0; n < box_elements(&p.box[V]); n++) {
+            box_set_nth(&p.box[V], n, 3e38);
+        }
+        CHECK_INT(orchard_attention_forward(tested, &p.forward), ORCHARD_OK);
+        for (int64_t n = 0; n < box_elements(&p.box[OUT]); n++) {
+            wrong += box_nth(&p.box[OUT], n) != 0;
+        }
+        CHECK_INT(wrong, 0);
+        problem_free(&p);
+    }
+}
+
+/* A pair is kept where its word is not below the threshold: also where they are equal. */
+static void word_equals_the_threshold(void)
+{
+    for (uint32_t j = 0; j < 4; j++) {
+        uint32_t word[4] = {0, 1, 0, 0}; /* keys 0 ... 3 of query 1 */
+        attention_case c = {.name = "a word at the threshold",
+                            CASE_SHAPE(1, 1, 1, 2, 8, 8, 8),
+                            .dtype = ORCHARD_F32,
+                            .seed = 0x123456789};
+        orch_philox4x32(word, (uint32_t)c.seed, (uint32_t)(c.seed >> 32));
+        c.dropout = (double)word[j] / 4294967296.0;
+        CHECK_INT((int64_t)orch_dropout_threshold(c.dropout), word[j]);
+        check_case_against_ref(&c, 38, tested);
+        c.dropout = (double)(word[j] + 1) / 4294967296.0; /* one more: this pair goes */
+        problem kept, dropped;
+        problem_make(&kept, &c, 38);
+        kept.forward.attention.dropout = (double)word[j] / 4294967296.0;
+        problem_make(&dropped, &c, 38);
+        CHECK_INT(orchard_attention_forward(tested, &kept.forward), ORCHARD_OK);
+        CHECK_INT(orchard_attention_forward(tested, &dropped.forward), ORCHARD_OK);
+        CHECK(fabs(box_get(&kept.box[OUT], 0, 0, 1, 3) - box_get(&dropped.box[OUT], 0, 0, 1, 3)) >
+              1e-5);
+        problem_free(&kept);
+        problem_free(&dropped);
+    }
+}
+
+/* ---- Rounding -------------------------------------------------------------------------------- */
 
 /* The mean of two values in the middle of two numbers becomes the even one. */
 static void ties_go_to_even(void)
@@ -551,6 +633,8 @@ static void dsinks_of_many_rows(void)
     for (int64_t n = 0; n < box_elements(&p.box[DLSE]); n++) {
         box_set_nth(&p.box[DLSE], n, 1 + 0.1 * box_nth(&p.box[DLSE], n));
     }
+    /* All that is added to this term alone would be lost in one float, a bit of each. */
+    box_set_nth(&p.box[DLSE], 0, 0x1p24);
     CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
     const double exact = exact_dsink(&p, 0, &sizes);
     CHECK_NEAR(box_get(&p.box[DSINKS], 0, 0, 0, 0), exact, 0x1p-23 * sizes);
@@ -662,6 +746,9 @@ static const struct {
     {"lowest_bias", lowest_bias_is_no_mask},
     {"zero_queries", zero_queries_of_a_huge_scale},
     {"coarse_lse", probabilities_under_a_coarse_lse},
+    {"given_lse", probabilities_follow_the_given_lse},
+    {"all_dropped", everything_is_dropped},
+    {"threshold", word_equals_the_threshold},
     {"ties", ties_go_to_even},
     {"repeated_mask", nan_hidden_by_a_repeated_mask},
     {"first_row", nan_hidden_from_the_first_row_alone},

@@ -1,5 +1,6 @@
 /* The one list of attention cases: the test checks the values of those marked CASE_TEST, the bench
- * times those marked CASE_BENCH. A case is plain data; the random tests fill the same struct.
+ * times those marked CASE_BENCH; CASE_NAMED is run only where it is asked for by name. A case is
+ * plain data; the random tests fill the same struct.
  *
  * A field that is not mentioned is off. Shapes of bias and mask are four letters, '1' where the
  * dimension is repeated: "1HTS" is [1,H,T,S]. */
@@ -8,7 +9,7 @@
 
 #include <orchard.h>
 
-enum { CASE_TEST = 1, CASE_BENCH = 2 };
+enum { CASE_TEST = 1, CASE_BENCH = 2, CASE_NAMED = 4 };
 
 /* How q, k, v, out and their gradients lie in memory. Indices are those of the public header. */
 typedef enum attention_layout {
@@ -265,6 +266,18 @@ static const attention_case attention_cases[] = {
      .dtype = ORCHARD_F32},
     {"split_head_size_512", CASE_TEST, CASE_SHAPE(1, 3, 1, 1, 1024, 512, 512),
      .dtype = ORCHARD_F32},
+    {"split_small", CASE_TEST, CASE_SHAPE(1, 2, 1, 1, 1024, 8, 8), .dtype = ORCHARD_F32,
+     .bias = "B1TS",
+     .gradients = GRAD_Q}, /* as little work as split keys can be: for what looks for races */
+
+    /* ---- What docs/metal.md counts the instructions of --------------------------------------- */
+    {"counted", CASE_NAMED, CASE_SHAPE(1, 1, 1, 128, 128, 64, 64), .dtype = ORCHARD_F32},
+    {"counted_options", CASE_NAMED, CASE_SHAPE(1, 1, 1, 128, 128, 64, 64), .dtype = ORCHARD_F32,
+     .bias = "1HTS", .sinks = 1, .gradients = 31},
+    {"counted_bias_keys", CASE_NAMED, CASE_SHAPE(1, 1, 1, 128, 128, 64, 64), .dtype = ORCHARD_F32,
+     .bias = "1H1S", .gradients = GRAD_BIAS},
+    {"counted_split", CASE_NAMED, CASE_SHAPE(1, 8, 1, 1, 1024, 64, 64), .dtype = ORCHARD_F32,
+     .gradients = GRAD_Q},
 };
 
 enum { ATTENTION_CASE_COUNT = sizeof attention_cases / sizeof *attention_cases };

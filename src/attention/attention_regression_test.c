@@ -1,10 +1,12 @@
 /* Failures that users of other attention libraries reported, one function each, named after what
- * went wrong there. Each runs on every instruction set that this CPU has. */
+ * went wrong there. Each runs on every instruction set that this CPU has, or, with --backend NAME,
+ * on that backend: on a device without what is fp64. */
 #include <float.h>
 
 #include "attention/attention_running.h"
 
 static orchard_ctx *tested;
+static bool on_device; /* which has no double precision */
 
 /* ---- Layout and shape ------------------------------------------------------------------------ */
 
@@ -186,7 +188,7 @@ static void poison(problem *p, int64_t first, int64_t end, double value)
 static void unseen_nan_stays_unseen(void)
 {
     const orchard_dtype dtypes[] = {ORCHARD_F32, ORCHARD_BF16, ORCHARD_F16, ORCHARD_F64};
-    for (int kind = 0; kind < 5 * 4; kind++) {
+    for (int kind = 0; kind < 5 * (on_device ? 3 : 4); kind++) {
         attention_case c = {.name = "NaN in keys that no query sees",
                             CASE_SHAPE(2, 4, 2, 30, 75, 12, 9),
                             .dtype = dtypes[kind / 5]};
@@ -259,12 +261,12 @@ static void nan_hidden_from_one_group(void)
     const orchard_dtype dtypes[] = {ORCHARD_F32, ORCHARD_BF16, ORCHARD_F16, ORCHARD_F64};
     static const int64_t shapes[][4] = {
         {30, 75, 12, 9}, {3, 75, 16, 8}, {1, 75, 16, 16}, {4, 1100, 8, 8}, {40, 100, 16, 16}};
-    for (int kind = 0; kind < 4 * 5 * 4; kind++) {
+    for (int kind = 0; kind < 4 * 5 * (on_device ? 1 : 4); kind++) { /* a device: a dtype a shape */
         const int64_t *size = shapes[kind / 4 % 5];
         const char *shape = kind / 2 % 2 ? "BHTS" : "1H1S";
         const attention_case c = {.name = "NaN in keys that one group hides",
                                   CASE_SHAPE(2, 4, 2, size[0], size[1], size[2], size[3]),
-                                  .dtype = dtypes[kind / 20],
+                                  .dtype = dtypes[on_device ? kind / 4 % 3 : kind / 20],
                                   .mask = kind % 2 ? shape : NULL,
                                   .bias = kind % 2 ? NULL : shape,
                                   .gradients = GRAD_QKV | (kind % 2 ? 0 : GRAD_BIAS)};
@@ -383,7 +385,7 @@ static void lowest_finite_bias(void)
     } types[3] = {{ORCHARD_F32, -FLT_MAX}, {ORCHARD_BF16, -0x1.fep127}, {ORCHARD_F64, -DBL_MAX}};
     static const int64_t shapes[][4] = {{30, 75, 12, 9}, {3, 75, 16, 8}, {3, 1100, 8, 8}};
     orchard_ctx *reference = context_make("ref", NULL, 1);
-    for (int kind = 0; kind < 9; kind++) {
+    for (int kind = 0; kind < 3 * (on_device ? 2 : 3); kind++) {
         const int64_t *size = shapes[kind % 3];
         const attention_case c = {.name = "rows of finfo.min",
                                   CASE_SHAPE(2, 4, 2, size[0], size[1], size[2], size[3]),
@@ -425,10 +427,10 @@ static void far_key_weighs_at_most_one(void)
 /* The mask has 32 bits: a probability that rounds to none drops nothing and scales nothing. */
 static void dropout_of_next_to_nothing(void)
 {
-    for (int kind = 0; kind < 4; kind++) {
+    for (int kind = 0; kind < (on_device ? 2 : 4); kind++) {
         attention_case c = {.name = "dropout of 1e-12",
-                            CASE_SHAPE(2, 4, 2, kind / 2 ? 2 : 40, kind / 2 ? 1100 : 70, 16, 16),
-                            .dtype = kind % 2 ? ORCHARD_F64 : ORCHARD_F32,
+                            CASE_SHAPE(2, 4, 2, kind % 2 ? 2 : 40, kind % 2 ? 1100 : 70, 16, 16),
+                            .dtype = kind / 2 ? ORCHARD_F64 : ORCHARD_F32,
                             .seed = 3};
         problem without, with;
         problem_make(&without, &c, 13);
@@ -500,26 +502,40 @@ static void parts_of_a_larger_softmax(void)
     problem_free(&sum);
 }
 
+static void check_all(const char *backend, const char *cpu)
+{
+    tested = context_make(backend, cpu, 2);
+    permuted_strides();
+    key_length_not_a_multiple_of_32();
+    head_sizes_differ();
+    batch_size_changes();
+    only_one_gradient();
+    lse_not_wanted();
+    fully_masked_rows();
+    unseen_nan_stays_unseen();
+    nan_hidden_from_one_group();
+    seen_nan_spreads();
+    lowest_finite_bias();
+    far_key_weighs_at_most_one();
+    dropout_of_next_to_nothing();
+    parts_of_a_larger_softmax();
+    orchard_ctx_free(tested);
+}
+
 int main(int argc, char **argv)
 {
-    const char *backend = argc > 2 && strcmp(argv[1], "--backend") == 0 ? argv[2] : "cpu";
+    const char *backend = argc == 3 && strcmp(argv[1], "--backend") == 0 ? argv[2] : NULL;
+    if (argc > 1 && !backend) {
+        fprintf(stderr, "usage: attention_regression_test [--backend NAME]\n");
+        return 2;
+    }
+    if (backend && strcmp(backend, "cpu") != 0) {
+        on_device = strcmp(backend, "opencl") == 0 || strcmp(backend, "metal") == 0;
+        check_all(backend, NULL);
+        return check_report("attention_regression");
+    }
     for (int i = 0; orchard_cpu_name(i); i++) {
-        tested = context_make(backend, orchard_cpu_name(i), 2);
-        permuted_strides();
-        key_length_not_a_multiple_of_32();
-        head_sizes_differ();
-        batch_size_changes();
-        only_one_gradient();
-        lse_not_wanted();
-        fully_masked_rows();
-        unseen_nan_stays_unseen();
-        nan_hidden_from_one_group();
-        seen_nan_spreads();
-        lowest_finite_bias();
-        far_key_weighs_at_most_one();
-        dropout_of_next_to_nothing();
-        parts_of_a_larger_softmax();
-        orchard_ctx_free(tested);
+        check_all("cpu", orchard_cpu_name(i));
     }
     return check_report("attention_regression");
 }

@@ -209,6 +209,7 @@ static void check_run(problem *p, unsigned moved, storage kind, const problem *w
     }
     connect(p);
     orchard_memory_report(&before);
+    (void)orchard_ctx_sync(NULL); /* its sentence stays until another call fails */
     orchard_status status = orchard_attention_forward(ctx, &p->forward);
     if (status == ORCHARD_OK && p->has_backward) {
         status = orchard_attention_backward(ctx, &p->backward);
@@ -217,6 +218,7 @@ static void check_run(problem *p, unsigned moved, storage kind, const problem *w
         CHECK_FAIL("%s: %s", what, orchard_last_error());
     } else if (counted) {
         check_counts(p, &before, what);
+        CHECK_STRING(orchard_last_error(), "ctx_sync: ctx is NULL");
     }
     for (int n = 0; n < OPERANDS; n++) {
         if (moved >> n & 1) {
@@ -292,6 +294,134 @@ static void check_far_elements(void)
     munmap(memory, bytes + PAGE);
 }
 
+/* One block of rows of two slots each: out and, behind it, k in the first, v in the second. v
+ * overlaps both, which do not overlap each other: all three come to the device as one region, of
+ * which only out's elements come back. */
+enum { BRIDGE_D = 8, BRIDGE_ROW = 2 * BRIDGE_D };
+
+static void put_rows(float *to, const box *x)
+{
+    for (int64_t n = 0; n < box_elements(x); n++) {
+        to[n / BRIDGE_D * BRIDGE_ROW + n % BRIDGE_D] = (float)box_nth(x, n);
+    }
+}
+
+static void move_to_rows(box *x, float *to)
+{
+    x->tensor.data = to;
+    x->tensor.stride[2] = BRIDGE_ROW;
+}
+
+static void check_bridge(void)
+{
+    enum { T = 5, S = 9, FLOATS = (T + S) * BRIDGE_ROW };
+    const attention_case c = {
+        .name = "bridge", CASE_SHAPE(1, 1, 1, T, S, BRIDGE_D, BRIDGE_D), .dtype = ORCHARD_F32};
+    float block[FLOATS], want[FLOATS];
+    float *const k = block + T * BRIDGE_ROW, *const v = block + BRIDGE_D;
+    problem p;
+    problem_make(&p, &c, 7);
+    CHECK_INT(orchard_attention_forward(ctx, &p.forward), ORCHARD_OK);
+    for (int i = 0; i < FLOATS; i++) {
+        block[i] = (float)i;
+    }
+    put_rows(k, &p.box[K]);
+    put_rows(v, &p.box[V]);
+    memcpy(want, block, sizeof want);
+    put_rows(want, &p.box[OUT]);
+    move_to_rows(&p.box[K], k);
+    move_to_rows(&p.box[V], v);
+    move_to_rows(&p.box[OUT], block);
+    connect(&p);
+    CHECK_INT(orchard_attention_forward(ctx, &p.forward), ORCHARD_OK);
+    CHECK(memcmp(block, want, sizeof block) == 0);
+    problem_free(&p);
+}
+
+/* ---- A device that is short of memory, as only the stand-in can be --------------------------- */
+
+static const char *why_not(orchard_ctx *small, const char *op, const void *args)
+{
+    orchard_explanation explanation;
+    if (orchard_explain(small, op, args, &explanation)) {
+        return orchard_last_error();
+    }
+    return explanation.reason[0] ? explanation.reason[0] : "";
+}
+
+/* The device is opened anew: nobody else has it open. */
+static orchard_ctx *make_small(const char *variable, int64_t bytes)
+{
+    char text[24];
+    snprintf(text, sizeof text, "%lld", (long long)bytes);
+    setenv(variable, text, 1);
+    return context_make("metal", NULL, 1);
+}
+
+/* The largest buffer decides what is taken on: operands of 4 bytes a row, backward's 16 of scratch.
+ */
+static void check_small_buffers(void)
+{
+    enum { ROWS = 1000 };
+    static const struct {
+        int64_t bytes;
+        const char *forward, *backward;
+    } limits[] = {
+        {4 * ROWS - 4, "an operand is larger than the device's largest buffer",
+         "an operand is larger than the device's largest buffer"},
+        {4 * ROWS, "", "scratch is larger than the device's largest buffer"},
+        {16 * ROWS - 4, "", "scratch is larger than the device's largest buffer"},
+        {16 * ROWS, "", ""},
+    };
+    const attention_case c = {
+        .name = "small", CASE_SHAPE(1, 1, 1, ROWS, ROWS, 1, 1), .dtype = ORCHARD_F32};
+    problem p;
+    problem_make(&p, &c, 8);
+    for (int n = 0; n < 4; n++) {
+        orchard_ctx *small = make_small("METAL_STANDIN_MAX_BUFFER", limits[n].bytes);
+        CHECK_STRING(why_not(small, "attention_forward", &p.forward), limits[n].forward);
+        CHECK_STRING(why_not(small, "attention_backward", &p.backward), limits[n].backward);
+        orchard_ctx_free(small);
+    }
+    unsetenv("METAL_STANDIN_MAX_BUFFER");
+    problem_free(&p);
+}
+
+/* A call that needs more scratch than the one before it, which is still queued: there is room for
+ * the new scratch, and not for both. Operands are 20 bytes a row, scratch is 16. */
+static void check_scratch_that_grows(void)
+{
+    enum { ROWS = 4096 };
+    const attention_case c = {
+        .name = "scratch grows", CASE_SHAPE(1, 1, 1, ROWS, 1, 1, 1), .dtype = ORCHARD_F32};
+    lodging at[OPERANDS];
+    problem p;
+    problem_make(&p, &c, 9);
+    outputs_reset(&p, 0);
+    ctx = make_small("METAL_STANDIN_MEMORY", 40 * ROWS);
+    for (int n = 0; n < OPERANDS; n++) {
+        if (can_move(&p, n)) {
+            move_in(&at[n], SHARED, &p.box[n]);
+        }
+    }
+    connect(&p);
+    orchard_attention_backward_args half = p.backward;
+    orchard_tensor *const rows[] = {&half.attention.q, &half.dq, &half.dout, &half.out, &half.lse};
+    for (int n = 0; n < 5; n++) {
+        rows[n]->size[2] = ROWS / 2;
+    }
+    CHECK_INT(orchard_attention_backward(ctx, &half), ORCHARD_OK);
+    CHECK_INT(orchard_attention_backward(ctx, &p.backward), ORCHARD_OK);
+    for (int n = 0; n < OPERANDS; n++) {
+        if (can_move(&p, n)) {
+            move_out(&at[n], &p.box[n]);
+        }
+    }
+    orchard_ctx_free(ctx);
+    unsetenv("METAL_STANDIN_MEMORY");
+    problem_free(&p);
+}
+
 /* fp64 is no device's business: the CPU takes the call, whatever memory the operands live in. */
 static void check_on_cpu(const char *backend)
 {
@@ -353,8 +483,13 @@ int main(int argc, char **argv)
         check_case(&cases[n], true);
     }
     check_far_elements();
+    check_bridge();
     check_on_cpu(backend);
     orchard_ctx_free(ctx);
+    if (metal && getenv("ORCHARD_METAL_LIBRARY")) {
+        check_small_buffers();
+        check_scratch_that_grows();
+    }
     check_nothing_left(backend);
     return check_report("attention_storage");
 }

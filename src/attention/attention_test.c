@@ -9,8 +9,8 @@
  *   manners   inputs unchanged, nothing written beside an output, explain told what report counted.
  *
  * Without options everything runs. --random N: only N random cases; --quick: the fixed cases that
- * take little work, and N random ones, 100 if not said; --only A,B: the fixed cases of these names.
- * A failing random case prints the line that repeats it. */
+ * take little work, and N random ones, 100 if not said; --only A,B: the fixed cases of these names,
+ * and N random ones, none if not said. A failing random case prints the line that repeats it. */
 #include "attention/attention_formula.h"
 #include "attention/attention_random.h"
 
@@ -443,7 +443,7 @@ static void check_fixed(void)
 {
     for (int n = 0; n < ATTENTION_CASE_COUNT; n++) {
         const attention_case *c = &attention_cases[n];
-        if (c->use & CASE_TEST && is_asked_for(c)) {
+        if (c->use & (options.only ? CASE_TEST | CASE_NAMED : CASE_TEST) && is_asked_for(c)) {
             snprintf(label, sizeof label, "case %s", c->name);
             check_case(c, (uint64_t)n);
         }
@@ -573,11 +573,10 @@ int main(int argc, char **argv)
         print_checksum();
     } else if (options.only_case >= 0) {
         check_random(options.only_case);
-    } else if (options.only) {
-        check_fixed();
     } else {
-        const int64_t count = options.random >= 0 ? options.random : options.quick ? 100 : 3000;
-        if (options.random < 0 || options.quick) {
+        const int64_t unsaid = options.only ? 0 : options.quick ? 100 : 3000;
+        const int64_t count = options.random >= 0 ? options.random : unsaid;
+        if (options.random < 0 || options.quick || options.only) {
             check_fixed();
         }
         printf("attention: %lld random cases, --seed %llu\n", (long long)count,

@@ -177,7 +177,7 @@ static orchard_status launch_all(const orch_call *call, orch_device *device,
 }
 
 /* Host memory was bound: the caller expects to read it when the call returns. What fails now, after
- * commit, is the device's end. */
+ * commit, is the device's end: `wait` has found it, and marked the device as lost. */
 static orchard_status finish(orch_device *device, orch_resolution_table *table)
 {
     orchard_status status = ORCHARD_OK;
@@ -185,9 +185,6 @@ static orchard_status finish(orch_device *device, orch_resolution_table *table)
     if (table->region_count) {
         status = device->class->wait(device, NULL);
         status = status ? status : orch_resolve_store(table);
-    }
-    if (status) {
-        orch_device_lose(device, orchard_last_error());
     }
     orch_resolve_release(table);
     return status;

@@ -3,7 +3,8 @@
  *
  * bf16 is the upper half of a float in a ushort, so that no bfloat is needed (Metal 3.1). Stores
  * round to nearest even and write every NaN as the canonical one. The host turns fast math off;
- * the functions that it would replace are named precise:: all the same. */
+ * the functions that it would replace are named precise:: all the same. Four neighbours are read
+ * through packed vectors, which are aligned as their elements are: rows may start anywhere. */
 #include <metal_stdlib>
 using namespace metal;
 #pragma clang fp contract(off)
@@ -56,7 +57,7 @@ INLINE float load_f32(GLOBAL const float *p, long at)
 
 INLINE float4 load4_f32(GLOBAL const float *p, long at)
 {
-    return float4(p[at], p[at + 1], p[at + 2], p[at + 3]);
+    return float4(*(GLOBAL const packed_float4 *)(p + at));
 }
 
 INLINE void store_f32(GLOBAL float *p, long at, float x)
@@ -71,7 +72,7 @@ INLINE float load_f16(GLOBAL const half *p, long at)
 
 INLINE float4 load4_f16(GLOBAL const half *p, long at)
 {
-    return float4((float)p[at], (float)p[at + 1], (float)p[at + 2], (float)p[at + 3]);
+    return float4(half4(*(GLOBAL const packed_half4 *)(p + at)));
 }
 
 INLINE void store_f16(GLOBAL half *p, long at, float x)
@@ -86,8 +87,7 @@ INLINE float load_bf16(GLOBAL const ushort *p, long at)
 
 INLINE float4 load4_bf16(GLOBAL const ushort *p, long at)
 {
-    return float4(load_bf16(p, at), load_bf16(p, at + 1), load_bf16(p, at + 2),
-                  load_bf16(p, at + 3));
+    return as_type<float4>(uint4(ushort4(*(GLOBAL const packed_ushort4 *)(p + at))) << 16u);
 }
 
 INLINE void store_bf16(GLOBAL ushort *p, long at, float x)

@@ -297,6 +297,50 @@ static void check_functions(struct gpu *g)
     orch_mtl_object_release(&g->m, pipeline);
 }
 
+/* Packed vectors lie anywhere where their elements may: each thread starts one element further. */
+static const char packed[] =
+    "kernel void packed(device const float *f [[buffer(0)]], device const half *h [[buffer(1)]],\n"
+    "    device const ushort *u [[buffer(2)]], device float *y [[buffer(3)]],\n"
+    "    uint i [[thread_position_in_grid]])\n"
+    "{\n"
+    "    float4 a = float4(*(device const packed_float4 *)(f + i));\n"
+    "    half4 b = half4(*(device const packed_half4 *)(h + i));\n"
+    "    ushort4 c = *(device const packed_ushort4 *)(u + i);\n"
+    "    for (int n = 0; n < 4; n++) {\n"
+    "        y[i * 12 + n] = a[n];\n"
+    "        y[i * 12 + 4 + n] = float(b[n]);\n"
+    "        y[i * 12 + 8 + n] = float(c[n]);\n"
+    "    }\n"
+    "}\n";
+
+static void check_packed(struct gpu *g)
+{
+    enum { N = 32, LENGTH = N + 3 }; /* nothing behind the last thread's fourth element */
+    float f[LENGTH];
+    uint16_t h[LENGTH], u[LENGTH];
+    for (int i = 0; i < LENGTH; i++) {
+        f[i] = grid_value(i);
+        h[i] = half_of_grid(f[i]);
+        u[i] = (uint16_t)(i * 1999);
+    }
+    id pipeline = pipeline_of(g, packed, "packed");
+    id buffers[] = {gpu_buffer(g, f, sizeof f), gpu_buffer(g, h, sizeof h),
+                    gpu_buffer(g, u, sizeof u), gpu_buffer(g, NULL, N * 12 * sizeof(float))};
+    gpu_run(g, pipeline, 4, buffers, NULL, 0, gpu_size(1, 1, 1), gpu_size(N, 1, 1));
+    const float *y = orch_mtl_buffer_contents(&g->m, buffers[3]);
+    int wrong = 0;
+    for (int i = 0; i < N * 4; i++) {
+        const int at = i / 4 + i % 4;
+        wrong += y[i / 4 * 12 + i % 4] != f[at] || y[i / 4 * 12 + 4 + i % 4] != f[at] ||
+                 y[i / 4 * 12 + 8 + i % 4] != (float)u[at];
+    }
+    CHECK_INT(wrong, 0);
+    for (int i = 0; i < 4; i++) {
+        orch_mtl_object_release(&g->m, buffers[i]);
+    }
+    orch_mtl_object_release(&g->m, pipeline);
+}
+
 /* A threadgroup scalar that every thread has written is still one memory for all: the compiler must
  * not keep a copy a thread. (Equal writes at once are a race where races are looked for.) */
 static const char scalar[] =
@@ -439,6 +483,7 @@ int main(void)
         check_gemm(g, "half");
         check_gemm(g, "bfloat");
         check_functions(g);
+        check_packed(g);
         check_scalar(g);
         printf("%s, %d workers: %.3f s\n", orders[i / 2], i % 2 + 1, now() - start);
     }
