@@ -4,6 +4,7 @@
 #define ORCHARD_TESTS_EXPLAINED_H
 
 #include <orchard.h>
+#include <stdbool.h>
 
 #include "check.h"
 
