@@ -354,6 +354,20 @@ static orchard_tensor moved(orchard_ctx *ctx, orchard_tensor tensor, size_t byte
     return tensor;
 }
 
+/* How often the CPU did not take a forward call for that reason. */
+static uint64_t refusals(const char *reason)
+{
+    orchard_report_line lines[64];
+    const int64_t count = orchard_report(lines, 64);
+    for (int64_t i = 0; i < count && i < 64; i++) {
+        if (strcmp(lines[i].op, "attention_forward") == 0 && strcmp(lines[i].backend, "cpu") == 0 &&
+            lines[i].reason && strcmp(lines[i].reason, reason) == 0) {
+            return lines[i].count;
+        }
+    }
+    return 0;
+}
+
 /* A context that knows no device runs a call whose v, lengths and out lie in private memory. Memory
  * and copies fail in turn: before the call computes, nothing is written. */
 static void test_private_on_host(void)
@@ -379,6 +393,8 @@ static void test_private_on_host(void)
         fail_device("copy", n);
         FAILS(fixture_forward(cpu, &f), ORCHARD_ERROR_DEVICE);
         SAYS("orchard: could not materialize shared proxy for private tensor");
+        /* The lengths, which come first, are fetched before any backend is asked. */
+        CHECK_INT(refusals("an operand could not be copied to the host"), 2 * (n - 1));
     }
     WORKS(orchard_buffer_read(f.forward.out.buffer, 0, want + 144, 4));
     CHECK(memcmp(want + 144, got, 4) == 0);

@@ -6,16 +6,28 @@
 
 /* ---- Running --------------------------------------------------------------------------------- */
 
-static inline orchard_ctx *context_make(const char *backend, const char *cpu, int32_t threads)
+static inline orchard_ctx *context_of(const orchard_ctx_opts *opts)
 {
     orchard_ctx *ctx;
-    const orchard_ctx_opts opts = {
-        .backend = backend, .cpu = cpu, .threads = threads, .strict = backend ? 1 : 0};
-    if (orchard_ctx_create(&ctx, &opts)) {
+    if (orchard_ctx_create(&ctx, opts)) {
         fprintf(stderr, "%s\n", orchard_last_error());
         exit(2);
     }
     return ctx;
+}
+
+static inline orchard_ctx *context_make(const char *backend, const char *cpu, int32_t threads)
+{
+    return context_of(&(orchard_ctx_opts){
+        .backend = backend, .cpu = cpu, .threads = threads, .strict = backend ? 1 : 0});
+}
+
+/* The same for a list of backends, of which the first that can takes a call. */
+static inline orchard_ctx *context_make_lenient(const char *backends, const char *cpu,
+                                                int32_t threads)
+{
+    return context_of(
+        &(orchard_ctx_opts){.backend = backends, .cpu = cpu, .threads = threads, .strict = -1});
 }
 
 static inline void outputs_reset(problem *p, int pattern)

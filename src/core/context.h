@@ -33,6 +33,7 @@ struct orchard_ctx {
      * (NULL: it did). */
     const orch_backend *ran;
     const char *fell_back;
+    const char *device_step; /* what the device is told now, as the reason should it fail */
 };
 
 /* At least `bytes` of scratch, aligned to 64, or NULL when the allocator has none; the old block is

@@ -13,14 +13,12 @@
 #include <string.h>
 
 #include "core/context.h"
+#include "core/gpu_run.h"
 #include "core/report.h"
 #include "core/watch.h"
 
 static const char not_implemented[] = "not implemented on this backend";
 static const char no_scratch[] = "no memory for scratch";
-static const char no_device_memory[] = "the device has no memory left";
-static const char not_compiled[] = "the device's compiler refused a kernel";
-static const char not_started[] = "the device could not start the work";
 static const char not_fetched[] = "an operand could not be copied to the host";
 static const char was_lost[] = "the device was lost";
 
@@ -149,9 +147,7 @@ static orchard_status run_on_device(journey *j, const char **reason)
     const orchard_status status = call->backend->slots[call->op]->run(call, NULL);
     const orch_device *device = call->ctx->device[call->backend->device_kind];
     if (status && !(device && device->lost)) {
-        *reason = status == ORCHARD_ERROR_MEMORY    ? no_device_memory
-                  : status == ORCHARD_ERROR_COMPILE ? not_compiled
-                                                    : not_started;
+        *reason = orch_gpu_failed_step(call->ctx, status);
     }
     if (status && j->watch) {
         j->wanted = true;

@@ -18,6 +18,12 @@ static const char is_cpu[] = "the device is this CPU, which the cpu backend uses
 static const char elsewhere[] = "an operand lies in private memory of another device";
 static const char buffer_too_large[] = "an operand is larger than the device's largest buffer";
 
+static const char no_memory[] = "the device has no memory left";
+static const char not_compiled[] = "the device's compiler refused a kernel";
+static const char not_built[] = "the device could not build a kernel";
+static const char not_brought[] = "an operand could not be brought to the device";
+static const char not_started[] = "the device could not start the work";
+
 /* ---- Plan ------------------------------------------------------------------------------------ */
 
 static uint64_t extent_of(const orch_operand *operand)
@@ -197,6 +203,7 @@ orchard_status orch_gpu_run(const orch_call *call, void *scratch)
     orch_resolution_table table;
     const orch_kernel *kernels[ORCH_GPU_MAX_LAUNCHES];
     (void)scratch;
+    call->ctx->device_step = not_built;
     const char *reason = plan_call(call, &device, &plan);
     if (reason) {
         return orch_fail(ORCHARD_ERROR_INTERNAL, "%s: a plan changed its mind: %s",
@@ -205,16 +212,25 @@ orchard_status orch_gpu_run(const orch_call *call, void *scratch)
     for (int32_t i = 0; i < plan.launch_count; i++) {
         ORCH_TRY(kernel_of(call->ctx, device, &plan.launch[i], &kernels[i]));
     }
+    call->ctx->device_step = not_brought;
     ORCH_TRY(reserve_scratch(call->ctx, device, call->backend->device_kind, &plan));
     ORCH_TRY(orch_resolve(&table, call, device));
     for (int32_t i = 0; i < call->operand_count; i++) {
         const size_t element = orchard_dtype_size(call->operands[i].tensor->dtype);
         plan.ints[i] = element ? (int64_t)(table.binding[i].offset / element) : 0;
     }
+    call->ctx->device_step = not_started;
     const orchard_status status = launch_all(call, device, &plan, kernels, &table);
     if (status) {
         orch_resolve_release(&table);
         return status;
     }
     return finish(device, &table);
+}
+
+const char *orch_gpu_failed_step(const orchard_ctx *ctx, orchard_status status)
+{
+    return status == ORCHARD_ERROR_MEMORY    ? no_memory
+           : status == ORCHARD_ERROR_COMPILE ? not_compiled
+                                             : ctx->device_step;
 }

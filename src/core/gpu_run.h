@@ -18,4 +18,7 @@ void orch_gpu_source(const orch_gpu_launch *launch, const char *language,
 const char *orch_gpu_ask(const orch_call *call, size_t *scratch_bytes);
 orchard_status orch_gpu_run(const orch_call *call, void *scratch);
 
+/* The reason to report for a run that failed before commit: it names the step. */
+const char *orch_gpu_failed_step(const orchard_ctx *ctx, orchard_status status);
+
 #endif
