@@ -59,11 +59,25 @@ class MpsTensor(torch.Tensor):
             kernel = torch.library.get_kernel(function, "MPS")
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.MPS)
             return kernel.call_boxed(keys, *arguments, **keywords)
+        if function not in _MAY_MIX:
+            _refuse_mixtures(function, (arguments, keywords))
         if isinstance(keywords.get("device"), torch.device) and keywords["device"].type == "mps":
             keywords["device"] = torch.device("cpu")
         with torch._C._DisableTorchDispatch():
             result = function(*arguments, **keywords)
         return torch.utils._pytree.tree_map_only(torch.Tensor, tensor, result)
+
+
+_MAY_MIX = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+
+
+def _refuse_mixtures(function: Any, given: Any) -> None:
+    """As PyTorch does: of CPU tensors only those without dimensions may meet one on mps. (CPU
+    indices of a tensor on mps, which PyTorch copies there, are refused too.)"""
+    for one in torch.utils._pytree.tree_leaves(given):
+        if isinstance(one, torch.Tensor) and not isinstance(one, MpsTensor) and one.dim():
+            raise RuntimeError("Expected all tensors to be on the same device, but found at least "
+                               f"two devices, mps:0 and {one.device}! (in {function})")
 
 
 def tensor(cpu: torch.Tensor) -> MpsTensor:
