@@ -30,7 +30,8 @@ MPS = torch.device("mps", 0)
 
 class MpsTensor(torch.Tensor):
     """A CPU tensor whose device is mps. Views and results of operations are MpsTensors as well;
-    `orchard::` operations go to the kernels that were registered for MPS."""
+    `orchard::` operations go to the kernels that were registered for MPS. Its class stands for what
+    is a plain tensor in PyTorch: `plain_to_the_switch` tells `orchard.enable()` so."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -55,7 +56,7 @@ class MpsTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
         keywords = dict(keywords or {})
-        if function.namespace == "orchard":
+        if function.namespace in ("orchard", "flash_attn_mps"):
             kernel = torch.library.get_kernel(function, "MPS")
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.MPS)
             return kernel.call_boxed(keys, *arguments, **keywords)
@@ -85,6 +86,12 @@ def tensor(cpu: torch.Tensor) -> MpsTensor:
     if isinstance(cpu, MpsTensor):
         return cpu
     return torch.Tensor._make_subclass(MpsTensor, cpu.detach(), cpu.requires_grad)
+
+
+def plain_to_the_switch(monkeypatch: Any) -> None:
+    """The switch leaves subclasses of tensors alone; a real tensor on mps is none."""
+    from orchard import switch
+    monkeypatch.setattr(switch, "_PLAIN", (*switch._PLAIN, MpsTensor))
 
 
 _installed: List[torch.library.Library] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Optional, Tuple, Union
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
@@ -211,10 +210,10 @@ def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
     if _transformed():
         return autograd.Attention.apply(q, k, v, bias, mask, alibi, sinks, *rest)
     needs = outputs.needed(q, k, v, bias, sinks) if torch.is_grad_enabled() else 0
-    if q.is_mps and not torch.compiler.is_compiling() and not isinstance(q, FakeTensor):
-        out = mps_attention.instead(with_lse, needs, q, k, v, bias, mask, alibi, sinks, *rest)
-        if out is not None:
-            return out, None
+    if mps_attention.asks(q):
+        made = mps_attention.instead(with_lse, needs, q, k, v, bias, mask, alibi, sinks, *rest)
+        if made is not None:
+            return made
     if needs:
         made = autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest), with_lse)
         return made if with_lse else (made, None)
