@@ -20,6 +20,7 @@ not reached.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import types
@@ -378,6 +379,18 @@ def counts(reset: bool = False) -> Dict[str, int]:
         if reset:
             _counts.clear()
     return found
+
+
+# ---- Forks ---------------------------------------------------------------------------------------
+
+def _in_forked_child() -> None:
+    """Another thread may have held a lock at the fork: in the child nobody would give it back."""
+    global _lock, _counts_lock
+    _lock, _counts_lock = threading.RLock(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 # ---- metalcore's names ---------------------------------------------------------------------------

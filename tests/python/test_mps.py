@@ -16,6 +16,7 @@ from orchard.torch import _launch, mps
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch.mps import Launcher
 from orchard.torch.operands import DTYPES
+from switch_testing import forked, held_by_another_thread
 from torch_formula import formula
 
 fake_mps.install()
@@ -143,6 +144,18 @@ def test_plans_are_kept_and_numbers_are_fresh(launcher, monkeypatch):
                          "attention_forward", "attention_backward",  # asked with dropout
                          "attention_forward", "attention_backward",  # and run with its seed
                          "attention_forward", "attention_backward"]
+
+
+# ---- Forks ---------------------------------------------------------------------------------------
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_fork_while_another_thread_counts(launcher):
+    def count():
+        launcher.count("attention_forward", None)
+        return len(launcher.report()) == 1
+    with held_by_another_thread(launcher._lock):
+        assert forked(count) is True
+    assert counted(launcher) == []  # that was the child's
 
 
 # ---- What is refused, counted and explained ------------------------------------------------------

@@ -27,7 +27,9 @@ changes for autograd: outputs must be fresh tensors.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 import torch
@@ -86,6 +88,18 @@ def _on_host(lengths: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(lengths.shape, lengths.stride(), dtype=lengths.dtype).copy_(host)
 
 
+_launchers: "weakref.WeakSet[Launcher]" = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    for one in list(_launchers):
+        one.renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
+
+
 class Launcher:
     """Runs operations of the C library on MPS tensors. `mps` is torch.mps, or what a test puts in
     its place."""
@@ -100,6 +114,11 @@ class Launcher:
         self._counts: Dict[Tuple[str, str, Optional[str]], int] = {}
         self.compiled = 0  # libraries, so far
         self.agreed: Set[tuple] = set()  # calls that were asked for and will be taken
+        _launchers.add(self)
+
+    def renew_lock(self) -> None:
+        """For a forked child: another thread of the parent may have held it, and is not here."""
+        self._lock = threading.RLock()
 
     # ---- The device ------------------------------------------------------------------------------
 
