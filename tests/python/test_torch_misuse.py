@@ -1,6 +1,9 @@
 """Nothing a caller passes may crash or be swallowed: a clear exception, the library's sentence."""
 
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -144,3 +147,49 @@ def test_direct_op_calls_say_the_same():
     with pytest.raises(Exception, match="no gradient is asked for"):
         ops.backward(0, out, None, out, lse, Q, Q, Q, *(None,) * 8, 0, 0, None, False, False, -1,
                      -1, 0.0, 0.0)
+
+
+# ---- Out of memory -------------------------------------------------------------------------------
+
+NO_SPECIFIC = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <string.h>
+int pthread_setspecific(pthread_key_t key, const void *value)
+{
+    int (*real)(pthread_key_t, const void *);
+    Dl_info caller;
+    *(void **)&real = dlsym(RTLD_NEXT, "pthread_setspecific");
+    if (dladdr(__builtin_return_address(0), &caller) && strstr(caller.dli_fname, "orchard_torch")) {
+        return ENOMEM;
+    }
+    return real(key, value);
+}
+"""
+WITHOUT_MEMORY = """
+import orchard, torch, orchard.torch
+x = torch.zeros(1, 1, 2, 2)
+try:
+    orchard.attention_forward(x, x, x[..., :0])
+except orchard.ShapeError as why:
+    print(type(why).__name__)
+for needs in (False, True):
+    try:
+        orchard.torch.scaled_dot_product_attention(x.requires_grad_(needs), x, x)
+    except orchard.OutOfMemoryError as why:
+        print(why)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="LD_PRELOAD is for Linux")
+def test_no_memory_for_a_context_has_its_own_sentence(tmp_path):
+    """And not that of the call before."""
+    (tmp_path / "no.c").write_text(NO_SPECIFIC)
+    subprocess.run(["cc", "-shared", "-fPIC", str(tmp_path / "no.c"), "-o", str(tmp_path / "no.so"),
+                    "-ldl"], check=True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True,
+                          timeout=120, env=dict(os.environ, LD_PRELOAD=str(tmp_path / "no.so")))
+    sentence = "attention_forward: no memory for this thread's context\n"
+    assert done.stdout == "ShapeError\n" + 2 * sentence, done.stdout + done.stderr
