@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import threading
 from typing import Any, List, Optional, Tuple
 
 import torch
@@ -54,13 +55,25 @@ class MpsTensor(torch.Tensor):
         return f"mps {self.cpu()!r}"
 
     @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        if function is not torch._C._nn.scaled_dot_product_attention:
+            return super().__torch_function__(function, types, arguments, keywords)
+        # Its C++ makes masks and zeros on the device that it sees, the CPU.
+        _refuse_mixtures(function, (arguments, keywords))
+        _inside_torch.calls += 1
+        try:
+            return super().__torch_function__(function, types, arguments, keywords)
+        finally:
+            _inside_torch.calls -= 1
+
+    @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
         keywords = dict(keywords or {})
         if function.namespace in ("orchard", "flash_attn_mps"):
             kernel = torch.library.get_kernel(function, "MPS")
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.MPS)
             return kernel.call_boxed(keys, *arguments, **keywords)
-        if function not in _MAY_MIX:
+        if function not in _MAY_MIX and not _inside_torch.calls:
             _refuse_mixtures(function, (arguments, keywords))
         if isinstance(keywords.get("device"), torch.device) and keywords["device"].type == "mps":
             keywords["device"] = torch.device("cpu")
@@ -69,6 +82,11 @@ class MpsTensor(torch.Tensor):
         return torch.utils._pytree.tree_map_only(torch.Tensor, tensor, result)
 
 
+class _InsideTorch(threading.local):
+    calls = 0
+
+
+_inside_torch = _InsideTorch()
 _MAY_MIX = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
