@@ -20,6 +20,7 @@ not reached.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import types
@@ -34,6 +35,7 @@ from torch.utils._device import DeviceContext
 
 from . import torch as _orchard_torch
 from ._library import UnsupportedError
+from .torch import mps_attention as _mps_attention
 
 try:
     from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -163,6 +165,20 @@ def _count(what: str) -> None:
         _counts[what] = _counts.get(what, 0) + 1
 
 
+def _serve(query, *arguments, **options):
+    """Orchard's answer, counted: on mps it may have had to come from PyTorch, for a reason."""
+    if torch.compiler.is_compiling():  # a compiled graph runs without us: not calls but traces
+        return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
+    if not query.is_mps:
+        _count(SERVED)
+        return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
+    _mps_attention.last.refusal = None
+    try:
+        return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
+    finally:
+        _count(_mps_attention.last.refusal or SERVED)
+
+
 def _grouped(enable_gqa: bool) -> Dict[str, bool]:
     # Passed on only where it says something: wrappers of the original may not know it.
     return {"enable_gqa": enable_gqa} if enable_gqa else {}
@@ -174,11 +190,8 @@ def _with_causal_bias(query, key, value, bias, dropout_p, is_causal, scale, enab
             and not is_causal
             and _why_not(query, key, value, None, dropout_p, False, scale, enable_gqa) is None
             and (bias.seq_len_q, bias.seq_len_kv) == (query.shape[-2], key.shape[-2])):
-        if not torch.compiler.is_compiling():
-            _count(SERVED)
-        return _orchard_torch.scaled_dot_product_attention(
-            query, key, value, None, dropout_p, True, scale, enable_gqa,
-            causal_alignment="bottom_right")
+        return _serve(query, key, value, None, dropout_p, True, scale, enable_gqa,
+                      causal_alignment="bottom_right")
     # Comes back here with is_causal or a plain mask instead of the bias.
     return CausalBias._dispatch(query, key, value, bias, dropout_p, is_causal, scale,
                                 **_grouped(enable_gqa))
@@ -198,12 +211,10 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
         return _with_causal_bias(query, key, value, attn_mask, dropout_p, is_causal, scale,
                                  enable_gqa)
     refusal = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    # A compiled graph runs without us: counting in it would count traces, not calls.
-    if not torch.compiler.is_compiling():
-        _count(SERVED if refusal is None else refusal)
     if refusal is None:
-        return _orchard_torch.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not torch.compiler.is_compiling():
+        _count(refusal)
     return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                      **_grouped(enable_gqa))
 
@@ -368,6 +379,18 @@ def counts(reset: bool = False) -> Dict[str, int]:
         if reset:
             _counts.clear()
     return found
+
+
+# ---- Forks ---------------------------------------------------------------------------------------
+
+def _in_forked_child() -> None:
+    """Another thread may have held a lock at the fork: in the child nobody would give it back."""
+    global _lock, _counts_lock
+    _lock, _counts_lock = threading.RLock(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 # ---- metalcore's names ---------------------------------------------------------------------------

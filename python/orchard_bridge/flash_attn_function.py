@@ -13,6 +13,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from orchard import UnsupportedError
+from orchard.torch import mps_attention
 from orchard_ops import flash_ops
 
 from . import metal
@@ -75,20 +77,27 @@ def on_mps(x: Tensor) -> bool:
 
 
 def differentiate(needs: int, *given) -> tuple:
-    """orchard::attention_backward where the tensors are; if Metal fails, on the CPU."""
+    """orchard::attention_backward where the tensors are: by PyTorch if the Metal kernels refuse it,
+    on the CPU if Metal fails."""
     if not on_mps(given[0]):
         tell(f"{BACKWARD} Metal kernel unavailable, attempting reference fallback.", sys.stderr)
         return flash_ops.differentiate(needs, *given)
     before = metal.backwards_elsewhere()
+    mps_attention.last.refusal = None
     try:
         made = flash_ops.differentiate(needs, *given)
+    except UnsupportedError:  # ORCHARD_STRICT forbids a fallback
+        raise
     except RuntimeError as why:
         tell(f"{BACKWARD} Metal bwd failed ({why}); falling back to reference attention backward.",
              sys.stderr)
         return on_cpu(needs, *given)
-    if metal.backwards_elsewhere() != before:
-        tell(f"{BACKWARD} Metal bwd failed (another backend took the call); falling back to "
-             "reference attention backward.", sys.stderr)
+    why = mps_attention.last.refusal
+    if why is None and metal.backwards_elsewhere() != before:
+        why = "another backend took the call"
+    if why is not None:
+        tell(f"{BACKWARD} Metal bwd failed ({why}); falling back to reference attention backward.",
+             sys.stderr)
     elif metal.storage_is_shared():
         tell(f"{BACKWARD} Metal backward succeeded with shared storage tensors.")
     else:

@@ -11,7 +11,7 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from orchard.torch import autograd, ops
+from orchard.torch import autograd, mps_attention, ops
 
 from . import state as states
 from .state import Call
@@ -45,9 +45,9 @@ def flash_attn_bwd(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     kept = states.unpack(mask, call)
     given = arguments(call, kept.seed)
     with torch.no_grad():
-        out, lse = ops.forward(*given)
+        out, lse = compute(DQ | DK | DV, *given)
         states.check_same_scores(kept.lse, lse)
-        made = ops.backward(DQ | DK | DV, folded(grad_out), None, out, kept.lse, *given)
+        made = differentiate(DQ | DK | DV, folded(grad_out), None, out, kept.lse, *given)
     return made[0].view(q.shape), made[1].view(k.shape), made[2].view(v.shape)
 
 
@@ -61,7 +61,7 @@ class Flash(torch.autograd.Function):
                 causal: bool) -> Tuple[Tensor, Tensor]:
         call = checked(q, k, v, scale, dropout_p, causal)
         seed = new_seed(call)
-        out, lse = ops.forward(*arguments(call, seed))
+        out, lse = compute(needed(ctx), *arguments(call, seed))
         mask = states.pack(call, lse, seed)
         ctx.save_for_backward(q, k, v, out, lse, seed)
         ctx.options = (scale, dropout_p, causal)
@@ -76,7 +76,7 @@ class Flash(torch.autograd.Function):
 
 def backward_of(ctx, grad_out: Optional[Tensor], run: Callable[..., tuple]) -> tuple:
     """Gradients of Flash.forward's six arguments; `run` has attention_backward's parameters."""
-    needs = sum(bit for wanted, bit in zip(ctx.needs_input_grad, (DQ, DK, DV)) if wanted)
+    needs = needed(ctx)
     if grad_out is None or not needs:
         return (None,) * 6
     q, k, v, out, lse, seed = ctx.saved_tensors
@@ -87,10 +87,28 @@ def backward_of(ctx, grad_out: Optional[Tensor], run: Callable[..., tuple]) -> t
     return (*grads, None, None, None)
 
 
-def differentiate(*given) -> tuple:
-    """orchard::attention_backward; itself differentiable where gradients are being recorded."""
+def needed(ctx) -> int:
+    """The bits of the gradients that a Function is asked for."""
+    return sum(bit for wanted, bit in zip(ctx.needs_input_grad, (DQ, DK, DV)) if wanted)
+
+
+def compute(needs: int, *given) -> Tuple[Tensor, Tensor]:
+    """orchard::attention_forward; on mps by PyTorch where the kernels refuse it or the gradients of
+    `needs`."""
+    made = mps_attention.forward_instead(needs, *given) if mps_attention.asks(given[0]) else None
+    return ops.forward(*given) if made is None else made
+
+
+def differentiate(needs: int, dout: Tensor, dlse: Optional[Tensor], out: Tensor, lse: Tensor,
+                  *given) -> tuple:
+    """orchard::attention_backward; itself differentiable where gradients are being recorded. On mps
+    by PyTorch where the kernels refuse it."""
+    if mps_attention.asks(given[0]):
+        made = mps_attention.backward_instead(needs, dout, dlse, *given)
+        if made is not None:
+            return made
     run = autograd.AttentionBackward.apply if torch.is_grad_enabled() else ops.backward
-    return run(*given)
+    return run(needs, dout, dlse, out, lse, *given)
 
 
 # ---- Between the two signatures ------------------------------------------------------------------

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import threading
 from typing import Any, List, Optional, Tuple
 
 import torch
@@ -30,7 +31,8 @@ MPS = torch.device("mps", 0)
 
 class MpsTensor(torch.Tensor):
     """A CPU tensor whose device is mps. Views and results of operations are MpsTensors as well;
-    `orchard::` operations go to the kernels that were registered for MPS."""
+    `orchard::` operations go to the kernels that were registered for MPS. Its class stands for what
+    is a plain tensor in PyTorch: `plain_to_the_switch` tells `orchard.enable()` so."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -53,12 +55,26 @@ class MpsTensor(torch.Tensor):
         return f"mps {self.cpu()!r}"
 
     @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        if function is not torch._C._nn.scaled_dot_product_attention:
+            return super().__torch_function__(function, types, arguments, keywords)
+        # Its C++ makes masks and zeros on the device that it sees, the CPU.
+        _refuse_mixtures(function, (arguments, keywords))
+        _inside_torch.calls += 1
+        try:
+            return super().__torch_function__(function, types, arguments, keywords)
+        finally:
+            _inside_torch.calls -= 1
+
+    @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
         keywords = dict(keywords or {})
-        if function.namespace == "orchard":
+        if function.namespace in ("orchard", "flash_attn_mps"):
             kernel = torch.library.get_kernel(function, "MPS")
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.MPS)
             return kernel.call_boxed(keys, *arguments, **keywords)
+        if function not in _MAY_MIX and not _inside_torch.calls:
+            _refuse_mixtures(function, (arguments, keywords))
         if isinstance(keywords.get("device"), torch.device) and keywords["device"].type == "mps":
             keywords["device"] = torch.device("cpu")
         with torch._C._DisableTorchDispatch():
@@ -66,11 +82,34 @@ class MpsTensor(torch.Tensor):
         return torch.utils._pytree.tree_map_only(torch.Tensor, tensor, result)
 
 
+class _InsideTorch(threading.local):
+    calls = 0
+
+
+_inside_torch = _InsideTorch()
+_MAY_MIX = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+
+
+def _refuse_mixtures(function: Any, given: Any) -> None:
+    """As PyTorch does: of CPU tensors only those without dimensions may meet one on mps. (CPU
+    indices of a tensor on mps, which PyTorch copies there, are refused too.)"""
+    for one in torch.utils._pytree.tree_leaves(given):
+        if isinstance(one, torch.Tensor) and not isinstance(one, MpsTensor) and one.dim():
+            raise RuntimeError("Expected all tensors to be on the same device, but found at least "
+                               f"two devices, mps:0 and {one.device}! (in {function})")
+
+
 def tensor(cpu: torch.Tensor) -> MpsTensor:
     """The same memory, on mps. A leaf that requires grad stays one."""
     if isinstance(cpu, MpsTensor):
         return cpu
     return torch.Tensor._make_subclass(MpsTensor, cpu.detach(), cpu.requires_grad)
+
+
+def plain_to_the_switch(monkeypatch: Any) -> None:
+    """The switch leaves subclasses of tensors alone; a real tensor on mps is none."""
+    from orchard import switch
+    monkeypatch.setattr(switch, "_PLAIN", (*switch._PLAIN, MpsTensor))
 
 
 _installed: List[torch.library.Library] = []

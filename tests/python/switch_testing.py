@@ -1,8 +1,12 @@
-"""What the tests of the switch share: torch's own function past it, inputs, comparisons.
+"""What the tests of the switch share: torch's own function past it, inputs, comparisons, threads.
 
 `clean` is a fixture: importing it puts it around every test of the importing file.
 """
 
+import contextlib
+import os
+import threading
+import time
 import types
 
 import pytest
@@ -56,3 +60,52 @@ def close(expected, found, tolerance=2e-5):
     for want, have in zip(expected, found):
         assert have.shape == want.shape and have.dtype == want.dtype
         torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+
+
+# ---- Threads and forks ---------------------------------------------------------------------------
+
+def joined(threads, seconds=120):
+    """Waits for all of them; a thread that hangs is a failure and not the end of the run."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+
+
+@contextlib.contextmanager
+def held_by_another_thread(lock):
+    """`lock` is held, by a thread that does nothing else, until the block ends."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            done.wait(120)
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert held.wait(60)
+    try:
+        yield
+    finally:
+        done.set()
+        joined([thread])
+
+
+def forked(work, seconds=60):
+    """Whether work() is true in a forked child; None if it hung."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if work() else 1
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return None

@@ -221,7 +221,7 @@ def test_the_interpreter_is_free_during_a_call():
     orchard.attention_forward(q, q, q, threads=1, backend="ref")  # slow on purpose
     end = time.perf_counter()
     done.set()
-    other.join()
+    other.join(60)
     inside = [t for t in ticks if start + 0.1 * (end - start) < t < end - 0.1 * (end - start)]
     assert end - start > 0.1 and len(inside) >= 10, (end - start, len(inside))
 
@@ -243,10 +243,10 @@ def test_many_python_threads_at_once():
                 if "head size" not in str(why):
                     wrong.append(str(why))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(8)]
     [t.start() for t in threads]
-    [t.join() for t in threads]
-    assert not wrong
+    [t.join(120) for t in threads]
+    assert not wrong and not any(t.is_alive() for t in threads)
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")

@@ -234,6 +234,20 @@ def test_tensors_say_mps_wherever_they_come_from():
     assert type(y.grad) is fake_mps.MpsTensor and y.grad.cpu().tolist() == [2, 2, 2]
 
 
+def test_cpu_tensors_do_not_mix_with_those_on_mps():
+    x, y = zeros(2, 3), torch.ones(2, 3)
+    for mix in (lambda: x + y, lambda: y + x, lambda: torch.where(y > 0, x, 0.0), lambda: x @ y.T,
+                lambda: torch.cat([x, y]), lambda: x.masked_fill(y > 0, 1.0), lambda: x.add_(y),
+                lambda: torch.func.vjp(lambda a: a * y, x)):
+        with pytest.raises(RuntimeError, match="all tensors to be on the same device.*mps:0 and cpu"):
+            mix()
+    assert (x + torch.tensor(2.0)).cpu().tolist() == [[2.0] * 3] * 2  # one number may
+    x.copy_(y)
+    assert torch.equal(x.cpu(), y) and type(y.to(x.device)) is fake_mps.MpsTensor
+    for made in (torch.arange(3, device=x.device), torch.ones(3, device=x.device), x.new_ones(3)):
+        assert type(made) is fake_mps.MpsTensor and made.numel() == 3
+
+
 def test_orchard_operations_go_to_the_kernel_for_mps():
     library = torch.library.Library("orchard", "FRAGMENT")
     library.define("fake_mps_probe(Tensor x) -> Tensor")

@@ -16,6 +16,7 @@ from orchard.torch import _launch, mps
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch.mps import Launcher
 from orchard.torch.operands import DTYPES
+from switch_testing import forked, held_by_another_thread
 from torch_formula import formula
 
 fake_mps.install()
@@ -145,6 +146,18 @@ def test_plans_are_kept_and_numbers_are_fresh(launcher, monkeypatch):
                          "attention_forward", "attention_backward"]
 
 
+# ---- Forks ---------------------------------------------------------------------------------------
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_fork_while_another_thread_counts(launcher):
+    def count():
+        launcher.count("attention_forward", None)
+        return len(launcher.report()) == 1
+    with held_by_another_thread(launcher._lock):
+        assert forked(count) is True
+    assert counted(launcher) == []  # that was the child's
+
+
 # ---- What is refused, counted and explained ------------------------------------------------------
 
 def test_unsupported_is_explained_and_counted(launcher):
@@ -262,3 +275,25 @@ def test_texts_are_ascii():
     device = _structs.DeviceInfo(group_threads=1024, simd_width=32, matrix=1, local_bytes=32768)
     plan = _launch.make_plan("attention_forward", arguments, device)
     assert all(_launch.source(launch).isascii() for launch in plan.launches) and plan.launches
+
+
+def test_a_backward_looks_at_lengths_that_no_forward_has_seen(launcher):
+    """Wrong ones would make the kernels write outside."""
+    q, k, v = (fake_mps.tensor(torch.randn(13, 4, 16)) for _ in range(3))
+    rest = (0, 0, None, False, False, -1, -1, 0.0, 0.0)
+    lse = fake_mps.tensor(torch.zeros(13, 4))
+
+    def backward(*cu, longest=8):
+        none = (None,) * 5
+        return torch.ops.orchard.attention_backward(7, q, None, q, lse, q, k, v, *none, *cu, None, longest,
+                                                    longest, *rest[2:])
+    cu = [fake_mps.tensor(torch.tensor(n)) for n in ([0, 5, 13], [0, 14, 13], [0, 8, 13])]
+    with pytest.raises(ValueError, match="cu_seqlens_k.1. is 14"):
+        backward(cu[0], cu[1])
+    torch.ops.orchard.attention_forward(q, k, v, *(None,) * 5, cu[0], cu[2], None, 8, 8, *rest[2:])
+    backward(cu[0], cu[2])
+    with pytest.raises(ValueError, match="max_t says 7"):  # seen, but for other limits
+        backward(cu[0], cu[2], longest=7)
+    cu[2][1] = 20
+    with pytest.raises(ValueError, match="cu_seqlens_k.1. is 20"):  # written to since
+        backward(cu[0], cu[2])

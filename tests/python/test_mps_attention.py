@@ -9,15 +9,20 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fake_mps
 import orchard
+import orchard_bridge
+import orchard_ops
+from orchard import switch
 from orchard.torch import mps
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch.mps_attention import fall_back, refusal
 from orchard.torch.outputs import DBIAS, DK, DQ, DV
 from test_mps import counted, draw, launcher, on_mps  # noqa: F401 (launcher is a fixture)
-from torch_formula import formula
+from test_torch_values import OPTIONS
+from torch_formula import formula, judge, rand
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 F64 = "f64 tensors: no GPU backend has double precision"
@@ -106,15 +111,40 @@ def test_strict_makes_it_an_error(launcher, monkeypatch):  # noqa: F811
     assert counted(launcher)[-1] == ("attention_forward", None, 1)
 
 
-@pytest.mark.parametrize("options, word", [
-    (dict(softcap=2.0), "softcap"), (dict(sinks=torch.zeros(4, dtype=torch.float64)), "sinks"),
-    (dict(return_lse=True), "lse")])
-def test_what_pytorch_has_no_word_for(launcher, options, word):  # noqa: F811
-    placed = [fake_mps.tensor(x) for x in draw(G=4, dtype=torch.float64).values()]
-    options = {n: fake_mps.tensor(x) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-    with pytest.raises(orchard.UnsupportedError, match=f"f64.*and PyTorch's own attention has no {word}$"):
-        attention(*placed, **options)
-    assert counted(launcher) == [("attention_forward", F64, 1)]
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_pytorch_has_no_word_for(launcher, option):  # noqa: F811
+    """With the log-sum-exp, which PyTorch's own attention does not give: by the explicit formula."""
+    torch.manual_seed(len(option))
+    options = OPTIONS[option](torch.float64)
+    G = options.pop("G", 4)
+    tensors = [rand(2, 4, 13, 16), rand(2, G, 21, 16), rand(2, G, 21, 24)]
+    dispatches = fake_mps.Counts.dispatches
+    judge(attention, [x.double() for x in tensors], options, option, place=fake_mps.tensor)
+    assert fake_mps.Counts.dispatches == dispatches
+    assert counted(launcher) == [("attention_forward", F64, 1), ("attention_forward", None, 1)]
+
+
+def test_halves_packed_sequences_and_dropout_of_a_refused_call(launcher):  # noqa: F811
+    """What the CPU gives, for the same seed."""
+    cu = torch.tensor([0, 5, 5, 13], dtype=torch.int32)
+    inputs = [rand(13, 4, 16), rand(13, 2, 16), rand(13, 2, 16)]
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.bfloat16, 5e-2)):
+        found = []
+        for place in (lambda x: x, fake_mps.tensor):
+            fake_mps.fail("compile", 1 if dtype == torch.bfloat16 else 0)
+            torch.manual_seed(3)
+            leaves = [place(x.to(dtype)).requires_grad_() for x in inputs]
+            out = attention(*leaves, dropout_p=0.4, enable_gqa=True, cu_seqlens_q=place(cu),
+                            cu_seqlens_k=place(cu), max_seqlen_q=8, max_seqlen_k=8)
+            grads = torch.autograd.grad(out.square().sum(), leaves)
+            found.append([x.detach().cpu() for x in (out, *grads)])
+        for cpu, other in zip(*found):
+            torch.testing.assert_close(other, cpu, rtol=tolerance, atol=tolerance)
+    wrong = fake_mps.tensor(torch.tensor([0, 5, 4, 13]))
+    with pytest.raises(orchard.ArgumentError, match="cu_seqlens_q.2. is 4"):
+        attention(*[fake_mps.tensor(x.double()) for x in inputs], enable_gqa=True, max_seqlen_q=9,
+                  cu_seqlens_q=wrong, cu_seqlens_k=wrong, max_seqlen_k=9)
+    assert [line.backend for line in launcher.report() if line.reason is None] == ["pytorch"]
 
 
 def test_the_ops_themselves_do_not_ask(launcher):  # noqa: F811
@@ -146,6 +176,141 @@ def test_the_switch_does_not_lead_back(launcher):  # noqa: F811
         orchard.disable()
     assert counted(launcher) == [("attention_forward", F64, 1), ("attention_forward", None, 1)]
 
+
+# ---- orchard.enable() ----------------------------------------------------------------------------
+
+@pytest.fixture
+def switched(launcher, monkeypatch):  # noqa: F811
+    """F.scaled_dot_product_attention is Orchard's."""
+    fake_mps.plain_to_the_switch(monkeypatch)
+    switch.counts(reset=True)
+    with orchard.enable():
+        yield launcher
+    switch.counts(reset=True)
+
+
+def through_the_switch(dtype=torch.float32, **options):
+    """out, and that it and its gradients are the formula's; by F.scaled_dot_product_attention."""
+    inputs = draw(G=4, dtype=dtype)
+    leaves = [fake_mps.tensor(x).requires_grad_() for x in inputs.values()]
+    out = F.scaled_dot_product_attention(*leaves, **options)
+    assert type(out) is fake_mps.MpsTensor
+    out.square().sum().backward()
+    copies = [x.requires_grad_() for x in inputs.values()]
+    true, _ = formula(*copies, dtype=torch.float64, **options)
+    torch.testing.assert_close(out.detach().cpu(), true.detach(), rtol=1e-4, atol=1e-5)
+    for leaf, wanted in zip(leaves, torch.autograd.grad(true.square().sum(), copies)):
+        torch.testing.assert_close(leaf.grad.cpu(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_the_switch_leads_to_the_metal_kernels(switched):
+    dispatches = fake_mps.Counts.dispatches
+    through_the_switch(is_causal=True, scale=0.3)
+    assert fake_mps.Counts.dispatches > dispatches + 1
+    assert orchard.counts() == {switch.SERVED: 1}
+    assert counted(switched) == [("attention_forward", None, 1), ("attention_backward", None, 1)]
+
+
+def test_the_switch_falls_back_and_says_why(switched):
+    dispatches = fake_mps.Counts.dispatches
+    through_the_switch(torch.float64, is_causal=True)
+    assert fake_mps.Counts.dispatches == dispatches
+    assert orchard.counts(reset=True) == {F64: 1}
+    assert [(x.op, x.backend, x.reason) for x in mps.report()] == [
+        ("attention_forward", "mps", F64), ("attention_forward", "pytorch", None)]
+    fake_mps.fail("compile", 1)
+    through_the_switch()
+    (reason,) = orchard.counts(reset=True)
+    assert reason.startswith("the device's compiler refused a kernel: attention_")
+    through_the_switch(is_causal=True, scale=0.2)  # the same kernel: not compiled again
+    assert orchard.counts() == {reason: 1}
+
+
+def test_the_switch_passes_on_what_torch_shall_do(switched):
+    placed = [fake_mps.tensor(x) for x in draw(G=4).values()]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        F.scaled_dot_product_attention(*placed)
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(placed[0], placed[1].cpu(), placed[2])
+    assert orchard.counts() == {"sdpa_kernel without FLASH_ATTENTION": 1,
+                                "a device that Orchard does not serve": 1}
+    assert counted(switched) == []
+
+
+def test_strict_and_the_switch(switched, monkeypatch):
+    monkeypatch.setenv("ORCHARD_STRICT", "1")
+    with pytest.raises(orchard.UnsupportedError, match="strict forbids a fallback"):
+        through_the_switch(torch.float64)
+    assert orchard.counts() == {F64: 1}
+    through_the_switch()
+
+
+# ---- The first Orchard's names -------------------------------------------------------------------
+
+WAYS = {"orchard_ops": orchard_ops.flash_attn_fwd, "orchard_bridge": orchard_bridge.flash_attn,
+        "torch.ops": torch.ops.flash_attn_mps._flash_attn_fwd}
+BWD = torch.ops.flash_attn_mps._flash_attn_bwd
+
+
+def first_orchard(way, place, dtype, create_graph):
+    """out, gradients, those by hand and, if asked for, of second order; on the CPU."""
+    torch.manual_seed(6)
+    leaves = [place(x).requires_grad_() for x in draw(dtype=dtype, T=9, S=14).values()]
+    out, state = WAYS[way](*leaves, 0.3, 0.4, True)
+    dout = place(torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape))
+    grads = torch.autograd.grad(out, leaves, dout, create_graph=create_graph)
+    by_hand = [BWD(dout, *leaves, state, 0.3, 0.4, True)]
+    if way == "orchard_ops":
+        by_hand.append(orchard_ops.flash_attn_bwd(dout, *leaves, state, 0.3, 0.4, True))
+    second = torch.autograd.grad(sum(x.square().sum() for x in grads), leaves) if create_graph else ()
+    return [x.detach().cpu() for x in (out, *grads, *second, *sum(by_hand, ()))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_first_orchards_names(launcher, way, dtype):  # noqa: F811
+    """Served by the kernels, or refused and then PyTorch's: what the CPU gives, dropout included."""
+    for create_graph in (False, True):
+        cpu = first_orchard(way, lambda x: x, dtype, create_graph)
+        found = first_orchard(way, fake_mps.tensor, dtype, create_graph)
+        tolerance = 1e-10 if dtype == torch.float64 else 2e-4
+        for one, other in zip(cpu, found):
+            torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
+    lines = {(x.op, x.backend, x.reason) for x in launcher.report()}
+    ops = ("attention_forward", "attention_backward")
+    assert lines == ({(op, "mps", None) for op in ops} if dtype == torch.float32 else
+                     {(op, *how) for op in ops for how in (("mps", F64), ("pytorch", None))})
+
+
+def test_the_first_orchards_names_when_strict(launcher, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("ORCHARD_STRICT", "1")
+    for way in ("orchard_ops", "orchard_bridge"):
+        with pytest.raises(orchard.UnsupportedError, match="strict forbids"):
+            first_orchard(way, fake_mps.tensor, torch.float64, False)
+    leaves = [fake_mps.tensor(x).requires_grad_() for x in draw(dtype=torch.float64).values()]
+    monkeypatch.setenv("ORCHARD_STRICT", "0")
+    out, _ = orchard_bridge.flash_attn(*leaves, 0.3)
+    monkeypatch.setenv("ORCHARD_STRICT", "1")
+    with pytest.raises(orchard.UnsupportedError, match="attention_backward: mps did not take.*strict"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_bridge_says_who_ran_the_backward(launcher, dtype, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setenv("ORCHARD_DEBUG_FLASHATN", "1")
+    leaves = [fake_mps.tensor(x).requires_grad_() for x in draw(dtype=dtype).values()]
+    orchard_bridge.flash_attn(*leaves, 0.3)[0].sum().backward()
+    told, begin = capsys.readouterr(), "[orchard][FlashAttnFunction.backward] Metal "
+    if dtype == torch.float32:
+        assert told.out.endswith(f"{begin}backward succeeded with shared storage tensors.\n")
+        assert told.err == ""
+    else:
+        assert "succeeded" not in told.out
+        assert told.err == (f"{begin}bwd failed ({F64}); falling back to reference attention "
+                            "backward.\n")
+
+
+# ---- Wrong calls ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("mistake, error, words", [
     (lambda q: dict(key=q.cpu()), ValueError, "key is on cpu, query is on mps:0"),

@@ -11,7 +11,7 @@ import fake_mps
 from orchard.torch import mps
 from orchard.torch import scaled_dot_product_attention as attention
 from test_torch_values import OPTIONS
-from torch_formula import assert_within, formula, judge, rand
+from torch_formula import assert_within, differentiable, formula, judge, rand
 
 fake_mps.install()
 B, H, T, S, D, E = 2, 4, 13, 21, 16, 24  # those of OPTIONS
@@ -272,16 +272,43 @@ def test_packed_sequences():
 
 # ---- Second order --------------------------------------------------------------------------------
 
-def test_second_order():
-    found = []
-    for place in (lambda x: x, fake_mps.tensor):
-        leaves = [place(x).requires_grad_() for x in draw(G=4, T=5, S=6)]
-        first = torch.autograd.grad(attention(*leaves, is_causal=True).square().sum(), leaves,
-                                    create_graph=True)
-        second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
-        found.append([x.detach().cpu() for x in (*first, *second)])
-    for cpu, other in zip(*found):
-        torch.testing.assert_close(other, cpu, rtol=1e-4, atol=1e-4)
+def second_order(place, tensors, options):
+    """Gradients of first and second order, by q, k, v and whatever else takes one."""
+    names = differentiable(options)
+    placed = {n: place(x) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    leaves = [place(x.detach()).requires_grad_() for x in tensors]
+    leaves += [placed[n].detach().requires_grad_() for n in names]
+    placed.update(zip(names, leaves[3:]))
+    torch.manual_seed(9)
+    first = torch.autograd.grad(attention(*leaves[:3], **placed).square().sum(), leaves,
+                                create_graph=True)
+    second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+    return [x.detach().cpu() for x in (*first, *second)]
+
+
+CU = torch.tensor([0, 5, 5, 13], dtype=torch.int32)
+SECOND = {
+    **{name: OPTIONS[name] for name in ("causal", "everything", "key_lengths_bottom_right")},
+    "dropout": lambda t: {"dropout_p": 0.3, "G": 2, "enable_gqa": True},
+    "packed": lambda t: {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 8,
+                         "max_seqlen_k": 8, "is_causal": True, "G": 2, "enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("option", SECOND)
+def test_second_order(option):
+    torch.manual_seed(len(option))
+    options = SECOND[option](torch.float32)
+    G = options.pop("G", H)
+    sizes = ((13,), (13,)) if option == "packed" else ((B, T), (B, S))
+    tensors = [rand(*n, h, d) for n, h, d in zip((*sizes, sizes[1]), (H, G, G), (D, D, D))]
+    if option != "packed":
+        tensors = [x.transpose(1, 2) for x in tensors]
+    on_cpu, on_mps = (second_order(place, tensors, options)
+                      for place in (lambda x: x, fake_mps.tensor))
+    for cpu, other in zip(on_cpu, on_mps):
+        assert cpu.abs().max() > 0
+        torch.testing.assert_close(other, cpu, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

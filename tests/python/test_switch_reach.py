@@ -1,13 +1,14 @@
 """The switch reaches modules, threads, checkpoints, compiled code and CausalBias masks."""
 
 import copy
+import os
 import threading
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from switch_testing import THE, clean, close, qkv
+from switch_testing import THE, clean, close, forked, held_by_another_thread, joined, qkv
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
@@ -62,9 +63,9 @@ def test_other_threads_are_reached():
     def work():
         found.append(torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), q)[0])
     with switch.enable():
-        threads = [threading.Thread(target=work) for _ in range(4)]
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
         [t.start() for t in threads]
-        [t.join() for t in threads]
+        joined(threads)
     assert switch.counts() == {switch.SERVED: 4} and len(found) == 4
     expected = torch.autograd.grad(THE.torch(q, k, v).sum(), q)
     for one in found:
@@ -87,14 +88,35 @@ def test_switching_while_others_call():
             with switch.enable():
                 if F.scaled_dot_product_attention is THE.torch:
                     wrong.append("off inside with")
-    callers = [threading.Thread(target=call) for _ in range(2)]
-    togglers = [threading.Thread(target=toggle) for _ in range(3)]
+    callers = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+    togglers = [threading.Thread(target=toggle, daemon=True) for _ in range(3)]
     [t.start() for t in callers + togglers]
-    [t.join() for t in togglers]
-    stop.set()
-    [t.join() for t in callers]
+    try:
+        joined(togglers)
+    finally:
+        stop.set()
+    joined(callers)
     assert not wrong
     assert F.scaled_dot_product_attention is THE.torch
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_fork_while_another_thread_counts_or_switches():
+    """The child's locks are its own: nobody there would give the parent's back."""
+    q, k, v = qkv(1, 2, 5, 4, grad=False)
+    expected = THE.torch(q, k, v)
+
+    def call():
+        found = F.scaled_dot_product_attention(q, k, v)
+        switch.disable()
+        off = F.scaled_dot_product_attention is THE.torch and switch.active() == []
+        return torch.allclose(found, expected, atol=1e-5) and off
+    with switch.enable():
+        for lock in (switch._counts_lock, switch._lock):
+            with held_by_another_thread(lock):
+                assert forked(call) is True
+        assert switch._lock is lock  # the parent's are as they were
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------

@@ -79,6 +79,21 @@ def test_dynamic_shapes_make_one_graph():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_dynamic_shapes_by_inductor():
+    """Its own code around the two ops, for other lengths than it was compiled for."""
+    counters.clear()
+
+    def call(q, k, v):
+        return attention(q * 2, k, v, is_causal=True).transpose(1, 2).flatten(2).relu()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    for length in (11, 17, 40):
+        tensors = leaves(T=length, S=length + 3)
+        for a, b in zip(results(call, tensors), results(compiled, tensors)):
+            torch.testing.assert_close(a, b)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_graph_holds_the_two_ops_and_no_more():
     seen = []
 

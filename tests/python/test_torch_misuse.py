@@ -1,6 +1,9 @@
 """Nothing a caller passes may crash or be swallowed: a clear exception, the library's sentence."""
 
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -51,6 +54,12 @@ CASES = [
     (lambda: call(window=(2 ** 70, 0)), "Argument", "64 bits"),
     (lambda: call(causal_alignment="middle"), "Argument", '"top_left" or "bottom_right"'),
     (lambda: call(causal_alignment=1), "Argument", "causal_alignment is 1"),
+    (lambda: call(causal_alignment=[]), "Argument", "causal_alignment is []"),
+    (lambda: call(is_causal=torch.ones(2)), "Argument", "is_causal is a tensor"),
+    (lambda: call(return_lse=torch.ones(2)), "Argument", "return_lse is a tensor"),
+    (lambda: call(Q, Q[:, :2], Q[:, :2], enable_gqa=torch.ones(2)), "Argument",
+     "enable_gqa is a tensor"),
+    (lambda: call(dropout_p=torch.ones(2)), "Argument", "dropout_p is tensor([1., 1.]), must be"),
     (lambda: call(alibi_slopes=torch.rand(3)), "Shape", "alibi must hold 4 heads"),
     (lambda: call(alibi_slopes=torch.rand(4).double()), "Dtype", "alibi is f64"),
     (lambda: call(alibi_slopes=0.5), "Argument", "alibi_slopes is a float"),
@@ -144,3 +153,71 @@ def test_direct_op_calls_say_the_same():
     with pytest.raises(Exception, match="no gradient is asked for"):
         ops.backward(0, out, None, out, lse, Q, Q, Q, *(None,) * 8, 0, 0, None, False, False, -1,
                      -1, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_absent_operands_and_wrong_ranks_of_the_ops(device):
+    q, rest = Q.to(device), (*(None,) * 8, 0, 0, None, False, False, -1, -1, 0.0, 0.0)
+    words = "is missing|no memory that can be read"
+    for at in range(3):
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            ops.forward(*[None if i == at else q for i in range(3)], *rest)
+    for at in (0, 2, 3, 4, 5, 6):
+        given = [None if i in (1, at) else q for i in range(7)]
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            ops.backward(7, *given, *rest)
+    with pytest.raises((ValueError, RuntimeError), match="has rank 2, must be"):
+        ops.forward(q[0, 0], q, q, *rest)
+
+
+def test_a_head_of_key_or_value_is_repeated_no_times_for_none():
+    """Heads of 1 and 0 become 0, as torch broadcasts."""
+    for k, v in ((Q[:, :1], Q[:, :0]), (Q[:, :0], Q[:, :1])):
+        with pytest.raises(_library.ShapeError):
+            call(Q, k, v)
+
+
+# ---- Out of memory -------------------------------------------------------------------------------
+
+NO_SPECIFIC = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <string.h>
+int pthread_setspecific(pthread_key_t key, const void *value)
+{
+    int (*real)(pthread_key_t, const void *);
+    Dl_info caller;
+    *(void **)&real = dlsym(RTLD_NEXT, "pthread_setspecific");
+    if (dladdr(__builtin_return_address(0), &caller) && strstr(caller.dli_fname, "orchard_torch")) {
+        return ENOMEM;
+    }
+    return real(key, value);
+}
+"""
+WITHOUT_MEMORY = """
+import orchard, torch, orchard.torch
+x = torch.zeros(1, 1, 2, 2)
+try:
+    orchard.attention_forward(x, x, x[..., :0])
+except orchard.ShapeError as why:
+    print(type(why).__name__)
+for needs in (False, True):
+    try:
+        orchard.torch.scaled_dot_product_attention(x.requires_grad_(needs), x, x)
+    except orchard.OutOfMemoryError as why:
+        print(why)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="LD_PRELOAD is for Linux")
+def test_no_memory_for_a_context_has_its_own_sentence(tmp_path):
+    """And not that of the call before."""
+    (tmp_path / "no.c").write_text(NO_SPECIFIC)
+    subprocess.run(["cc", "-shared", "-fPIC", str(tmp_path / "no.c"), "-o", str(tmp_path / "no.so"),
+                    "-ldl"], check=True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True,
+                          timeout=120, env=dict(os.environ, LD_PRELOAD=str(tmp_path / "no.so")))
+    sentence = "attention_forward: no memory for this thread's context\n"
+    assert done.stdout == "ShapeError\n" + 2 * sentence, done.stdout + done.stderr

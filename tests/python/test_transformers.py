@@ -208,8 +208,9 @@ def test_generation_token_for_token(name, cache, watch):
 
 # ---- Training ------------------------------------------------------------------------------------
 
-def train(model, steps, seed=0, **kwargs):
-    """Losses of a model that learns to count, in sentences padded on the right and on the left.
+def train(model, steps, seed=0, padded=True, **kwargs):
+    """Losses of a model that learns to count, in sentences padded on the right and on the left, or
+    without padding and without a mask.
 
     The token before a sentence sees no key, for which eager invents a uniform attention: the first
     token is not among the labels.
@@ -220,10 +221,13 @@ def train(model, steps, seed=0, **kwargs):
     losses = []
     for step in range(steps):
         ids = 2 + (torch.arange(14) + tokens(3, 1) + step) % 59
-        keys = padding("right" if step % 2 else "left")
-        loss = model(ids, attention_mask=keys,
-                     labels=ids.masked_fill((keys == 0) | (keys.cumsum(1) == 1), -100),
-                     **kwargs).loss
+        if padded:
+            keys = padding("right" if step % 2 else "left")
+            given = dict(attention_mask=keys, labels=ids.masked_fill(
+                (keys == 0) | (keys.cumsum(1) == 1), -100))
+        else:
+            given = dict(labels=ids)
+        loss = model(ids, **given, **kwargs).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -235,6 +239,15 @@ def train(model, steps, seed=0, **kwargs):
 def test_training(name, watch):
     eager, ours = pair(name, std=None)
     want, have = train(eager, 20), train(ours, 20)
+    assert max(abs(a - b) for a, b in zip(want, have)) < 1e-5
+    assert have[-1] < 0.9 * have[0]
+    assert watch.made == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gemma2"])
+def test_training_without_padding(name, watch):
+    eager, ours = pair(name, std=None)
+    want, have = train(eager, 20, padded=False), train(ours, 20, padded=False)
     assert max(abs(a - b) for a, b in zip(want, have)) < 1e-5
     assert have[-1] < 0.9 * have[0]
     assert watch.made == 0
@@ -266,6 +279,24 @@ def test_dropout_falls_repeats_and_has_its_rate():
     assert out.shape == (1, 400, 1, 8) and out.is_contiguous()
     assert abs(out[..., 0].mean() - 1) < 5 * (0.1 / 0.9 / 160000) ** 0.5
     assert (out != 1).any()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_dropout_in_other_models(name):
+    """Without padding: repeats by the seed, is not that without dropout, and the loss falls."""
+    model_class, config = MODELS[name]
+    config = config()
+    config.attention_dropout = 0.1
+    torch.manual_seed(3)
+    model = model_class(config)
+    model.set_attn_implementation("orchard")
+    first, again, other = (train(model, 20, seed, padded=False) for seed in (1, 1, 2))
+    assert first == again and first != other
+    assert first[-1] < 0.9 * first[0]
+    model.config.attention_dropout = 0.0
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    assert train(model, 2, 1, padded=False) != first[:2]
 
 
 # ---- Encoders, and encoders with decoders --------------------------------------------------------

@@ -8,6 +8,7 @@ import base64
 import csv
 import hashlib
 import io
+import json
 import os
 import pathlib
 import re
@@ -206,11 +207,30 @@ def test_the_library_s_absence_is_told(tmp_path):
     assert done.returncode == 127 and "orchard: cannot run" in done.stderr
 
 
+def orchard(*words, status=0):
+    """What `python -m orchard` prints."""
+    done = subprocess.run([sys.executable, "-m", "orchard", *words], capture_output=True, text=True,
+                          timeout=200)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
 def test_doctor_through_python():
-    done = subprocess.run([sys.executable, "-m", "orchard", "doctor"], capture_output=True,
-                          text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "cpu" in done.stdout
+    assert "cpu" in orchard("doctor").stdout
+
+
+def test_explain_and_bench_through_python():
+    """Options, output and exit status are those of the command."""
+    told = orchard("explain", "attention", "--heads", "1", "--queries", "64", "--backward",
+                   "--backend", "ref").stdout
+    assert told.startswith("attention_backward: q [1,1,64,64]") and "runs on   ref" in told
+    words = ("bench", "attention", "--case", "b4_n64_causal", "--seconds", "0.01", "--threads", "1")
+    rows = json.loads(orchard(*words, "--json", "-").stdout)
+    assert [(row["case"], row["direction"], row["threads"]) for row in rows] == [
+        ("b4_n64_causal", "forward", 1), ("b4_n64_causal", "backward", 1)]
+    assert all(row["ms"] > 0 and row["gflops"] > 0 for row in rows)
+    assert "there is no case" in orchard("bench", "attention", "--case", "none", status=2).stderr
+    assert "no-such" in orchard("explain", "no-such", status=2).stderr
 
 
 # ---- The source package --------------------------------------------------------------------------

@@ -19,11 +19,12 @@ import torch
 from .. import _library, _structs
 from .._library import ERRORS, OrchardError, check, lib
 from . import operands, outputs, threads
-from .outputs import GRADIENTS, Tensors2, Tensors5
+from .outputs import GRADIENTS, Tensors2, Tensors5, check_present
 
 
 def forward(q, k, v, *rest) -> Tensors2:
     """attention_forward; parameters as in the schema."""
+    check_present("attention_forward", q=q, k=k, v=v)
     op = "attention_forward"
     args = _structs.AttentionForwardArgs()
     operands.attention(args.attention, op, q, k, v, *rest)
@@ -40,6 +41,7 @@ def forward(q, k, v, *rest) -> Tensors2:
 
 def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:
     """attention_backward; parameters as in the schema."""
+    check_present("attention_backward", q=q, k=k, v=v)
     op = "attention_backward"
     args = _structs.AttentionBackwardArgs()
     operands.attention(args.attention, op, q, k, v, bias, mask, alibi, sinks, *rest)

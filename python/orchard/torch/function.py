@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Optional, Tuple, Union
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
@@ -130,7 +129,7 @@ def _match_heads(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor, Tenso
     """Without enable_gqa: one head is repeated as torch does, other groups are an error."""
     heads, key_heads, value_heads = q.shape[-3], k.shape[-3], v.shape[-3]
     if key_heads != value_heads and (key_heads == 1 or value_heads == 1):
-        key_heads = max(key_heads, value_heads)
+        key_heads = value_heads if key_heads == 1 else key_heads
         k, v = (x.expand(*x.shape[:-3], key_heads, -1, -1) for x in (k, v))
     if heads != key_heads and key_heads != 1:
         if heads != 1:
@@ -211,10 +210,10 @@ def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
     if _transformed():
         return autograd.Attention.apply(q, k, v, bias, mask, alibi, sinks, *rest)
     needs = outputs.needed(q, k, v, bias, sinks) if torch.is_grad_enabled() else 0
-    if q.is_mps and not torch.compiler.is_compiling() and not isinstance(q, FakeTensor):
-        out = mps_attention.instead(with_lse, needs, q, k, v, bias, mask, alibi, sinks, *rest)
-        if out is not None:
-            return out, None
+    if mps_attention.asks(q):
+        made = mps_attention.instead(with_lse, needs, q, k, v, bias, mask, alibi, sinks, *rest)
+        if made is not None:
+            return made
     if needs:
         made = autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest), with_lse)
         return made if with_lse else (made, None)
@@ -277,7 +276,7 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
         q, k, v = _lower(q), _lower(k), _lower(v)
         attn_mask, bias, alibi_slopes, sinks = map(_widen, (attn_mask, bias, alibi_slopes, sinks))
 
-    if causal_alignment not in ALIGNMENTS:
+    if not isinstance(causal_alignment, str) or causal_alignment not in ALIGNMENTS:
         raise ArgumentError(f"attention: causal_alignment is {causal_alignment!r}, must be "
                             '"top_left" or "bottom_right"')
     bottom_right = ALIGNMENTS[causal_alignment]
@@ -359,8 +358,13 @@ def scaled_dot_product_attention(
                                 scale, enable_gqa, bias, window, softcap, alibi_slopes, sinks,
                                 causal_alignment, key_lengths, cu_seqlens_q, cu_seqlens_k,
                                 max_seqlen_q, max_seqlen_k)
+        return (out, lse) if return_lse else out
     except RuntimeError as error:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             _check_tensor(name, tensor, None)
+        for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa),
+                           ("return_lse", return_lse)):
+            if isinstance(flag, Tensor):  # several of them are neither true nor false
+                raise ArgumentError(f"attention: {name} is a tensor, must be True or False") from None
+        _check_number("dropout_p", dropout_p)
         raise cpu.translate(error) from None
-    return (out, lse) if return_lse else out

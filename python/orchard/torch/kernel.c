@@ -98,42 +98,6 @@ static void end_of_thread(void *arg)
     free(state);
 }
 
-/* The calling thread's context, for as many threads as torch uses now. In a forked child torch's
- * threads are gone and its parallel_for would hang: Orchard's own pool starts anew there. */
-static orchard_status this_context(orchard_ctx **ctx)
-{
-    thread_state *state = pthread_getspecific(state_key);
-    uint32_t threads = 1;
-    call_torch_get_num_threads(&threads);
-    if (!state) {
-        state = calloc(1, sizeof *state);
-        if (!state || pthread_setspecific(state_key, state)) {
-            free(state);
-            return ORCHARD_ERROR_MEMORY;
-        }
-    }
-    if (state->ctx && (state->threads != threads || state->generation != generation)) {
-        if (state->generation == generation) {
-            call_orchard_ctx_free(state->ctx);
-        }
-        state->ctx = NULL;
-    }
-    if (!state->ctx) {
-        const orchard_ctx_opts opts = {.threads = (int32_t)threads,
-                                       .backend = *backends ? backends : NULL,
-                                       .parallel_for = generation ? NULL : call_torch_parallel_for};
-        orchard_status status =
-            call_orchard_ctx_create_version(&state->ctx, &opts, ORCHARD_HEADER_VERSION);
-        if (status) {
-            return status;
-        }
-        state->threads = threads;
-        state->generation = generation;
-    }
-    *ctx = state->ctx;
-    return ORCHARD_OK;
-}
-
 /* ---- Arguments ------------------------------------------------------------------------------- */
 
 #define MAX_TENSORS 15
@@ -155,6 +119,46 @@ static void fail(journey *j, orchard_status status, const char *sentence)
         j->status = status;
         snprintf(j->sentence, sizeof j->sentence, "%s", sentence);
     }
+}
+
+/* The calling thread's context, for as many threads as torch uses now; NULL: j says why. In a
+ * forked child torch's threads are gone and its parallel_for would hang: Orchard's own pool starts
+ * anew there. */
+static orchard_ctx *this_context(journey *j)
+{
+    thread_state *state = pthread_getspecific(state_key);
+    uint32_t threads = 1;
+    call_torch_get_num_threads(&threads);
+    if (!state) {
+        state = calloc(1, sizeof *state);
+        if (!state || pthread_setspecific(state_key, state)) {
+            char sentence[128];
+            free(state);
+            snprintf(sentence, sizeof sentence, "%s: no memory for this thread's context", j->op);
+            fail(j, ORCHARD_ERROR_MEMORY, sentence);
+            return NULL;
+        }
+    }
+    if (state->ctx && (state->threads != threads || state->generation != generation)) {
+        if (state->generation == generation) {
+            call_orchard_ctx_free(state->ctx);
+        }
+        state->ctx = NULL;
+    }
+    if (!state->ctx) {
+        const orchard_ctx_opts opts = {.threads = (int32_t)threads,
+                                       .backend = *backends ? backends : NULL,
+                                       .parallel_for = generation ? NULL : call_torch_parallel_for};
+        const orchard_status status =
+            call_orchard_ctx_create_version(&state->ctx, &opts, ORCHARD_HEADER_VERSION);
+        if (status) {
+            fail(j, status, call_orchard_last_error());
+            return NULL;
+        }
+        state->threads = threads;
+        state->generation = generation;
+    }
+    return state->ctx;
 }
 
 static void describe(journey *j, const char *name, handle tensor, bool output, orchard_tensor *to)
@@ -430,15 +434,14 @@ static void forward(word *stack, word input_count, word output_count)
 {
     journey j = {.op = "attention_forward"};
     orchard_attention_forward_args args = {.out = {.data = NULL}};
-    orchard_ctx *ctx = NULL;
     (void)input_count, (void)output_count;
     take_attention(&j, stack, &args.attention);
     if (!j.status) {
         make_outputs(&j, &args);
     }
-    if (!j.status) {
-        orchard_status status = this_context(&ctx);
-        status = status ? status : call_orchard_attention_forward(ctx, &args);
+    orchard_ctx *ctx = j.status ? NULL : this_context(&j);
+    if (ctx) {
+        const orchard_status status = call_orchard_attention_forward(ctx, &args);
         if (status) {
             fail(&j, status, call_orchard_last_error());
         }
@@ -451,7 +454,6 @@ static void backward(word *stack, word input_count, word output_count)
     journey j = {.op = "attention_backward"};
     orchard_attention_backward_args args = {.dq = {.data = NULL}};
     orchard_attention *a = &args.attention;
-    orchard_ctx *ctx = NULL;
     const word needs = stack[0];
     (void)input_count, (void)output_count;
     take(&j, "dout", stack[1], &args.dout);
@@ -466,9 +468,9 @@ static void backward(word *stack, word input_count, word output_count)
         make_gradient(&j, "dbias", needs & 8, a, &a->bias, &args.dbias);
         make_gradient(&j, "dsinks", needs & 16, a, &a->sinks, &args.dsinks);
     }
-    if (!j.status) {
-        orchard_status status = this_context(&ctx);
-        status = status ? status : call_orchard_attention_backward(ctx, &args);
+    orchard_ctx *ctx = j.status ? NULL : this_context(&j);
+    if (ctx) {
+        const orchard_status status = call_orchard_attention_backward(ctx, &args);
         if (status) {
             fail(&j, status, call_orchard_last_error());
         }

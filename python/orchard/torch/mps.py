@@ -27,7 +27,9 @@ changes for autograd: outputs must be fresh tensors.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 import torch
@@ -36,7 +38,7 @@ from .. import reports
 from .._library import ArgumentError, DtypeError, LayoutError, UnsupportedError
 from . import _launch
 from .operands import DTYPES
-from .outputs import GRADIENTS, Tensors2, Tensors5, new_gradients, new_outputs
+from .outputs import (GRADIENTS, Tensors2, Tensors5, check_present, new_gradients, new_outputs)
 
 Operands = Dict[str, Optional[torch.Tensor]]
 Options = Dict[str, Any]
@@ -86,6 +88,18 @@ def _on_host(lengths: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(lengths.shape, lengths.stride(), dtype=lengths.dtype).copy_(host)
 
 
+_launchers: "weakref.WeakSet[Launcher]" = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    for one in list(_launchers):
+        one.renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
+
+
 class Launcher:
     """Runs operations of the C library on MPS tensors. `mps` is torch.mps, or what a test puts in
     its place."""
@@ -100,6 +114,11 @@ class Launcher:
         self._counts: Dict[Tuple[str, str, Optional[str]], int] = {}
         self.compiled = 0  # libraries, so far
         self.agreed: Set[tuple] = set()  # calls that were asked for and will be taken
+        _launchers.add(self)
+
+    def renew_lock(self) -> None:
+        """For a forked child: another thread of the parent may have held it, and is not here."""
+        self._lock = threading.RLock()
 
     # ---- The device ------------------------------------------------------------------------------
 
@@ -340,8 +359,31 @@ def backward_operands(needs: int, inputs: Operands, dout: torch.Tensor,
     return operands
 
 
+def _limits(inputs: Operands, options: Options, lengths: torch.Tensor) -> tuple:
+    """What lengths were right for, and that nobody has written to them since."""
+    return (lengths._version, inputs["q"].shape, inputs["k"].shape, options.get("max_t"),
+            options.get("max_s"))
+
+
+def _given_lengths(inputs: Operands) -> List[torch.Tensor]:
+    return [inputs[name] for name in LENGTHS if inputs[name] is not None]
+
+
+def _remember_lengths(inputs: Operands, options: Options) -> None:
+    """They were checked, which waited for the GPU: backward need not do so again."""
+    for lengths in _given_lengths(inputs):
+        if not lengths.is_inference():  # these count no versions
+            lengths._orchard_limits = _limits(inputs, options, lengths)  # type: ignore
+
+
+def _lengths_are_known(inputs: Operands, options: Options) -> bool:
+    return all(not one.is_inference() and getattr(one, "_orchard_limits", None)
+               == _limits(inputs, options, one) for one in _given_lengths(inputs))
+
+
 def forward(q, k, v, *rest) -> Tensors2:
     """attention_forward; parameters as in the schema."""
+    check_present("attention_forward", q=q, k=k, v=v)
     operands, options = named(q, k, v, *rest)
     packed = operands["cu_seqlens_q"] is not None
     out = lse = None
@@ -349,13 +391,16 @@ def forward(q, k, v, *rest) -> Tensors2:
     if q.dim() == v.dim() == (3 if packed else 4):
         out, lse = new_outputs(q, v, packed)
     launcher.run("attention_forward", dict(operands, out=out, lse=lse), options)
+    _remember_lengths(operands, options)
     return out, lse
 
 
 def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:
-    """attention_backward; parameters as in the schema. The forward has checked the lengths."""
+    """attention_backward; parameters as in the schema."""
+    check_present("attention_backward", q=q, k=k, v=v)
     inputs, options = named(q, k, v, bias, mask, alibi, sinks, *rest)
     made = new_gradients(needs, q, k, v, bias, sinks)
     operands = backward_operands(needs, inputs, dout, dlse, out, lse, made)
-    launcher.run("attention_backward", operands, options, check_lengths=False)
+    launcher.run("attention_backward", operands, options,
+                 check_lengths=not _lengths_are_known(inputs, options))
     return made

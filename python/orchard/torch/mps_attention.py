@@ -2,7 +2,9 @@
 
 The question is asked once, before the forward, for forward and backward together: gradients of a
 fused forward need its own backward, so that a kernel which does not compile must be known in time.
-A refusal is counted (`orchard.report()`); with ORCHARD_STRICT=1 it is an error instead.
+A refusal is counted (`orchard.report()`); with ORCHARD_STRICT=1 it is an error instead. What
+PyTorch's own scaled_dot_product_attention has no word for is computed by the explicit formula
+(second.py), in PyTorch's operations on the same device.
 
 `inputs` and `options` have the names of the C struct orchard_attention.
 """
@@ -10,18 +12,31 @@ A refusal is counted (`orchard.report()`); with ORCHARD_STRICT=1 it is an error 
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any, Mapping, Optional, Tuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from . import mps
-from .outputs import new_gradients, new_outputs
+from . import mps, second
+from .outputs import GRADIENTS, Tensors2, Tensors5, new_gradients, new_outputs
 
 # What PyTorch's scaled_dot_product_attention has no word for.
 NO_WORD = ("softcap", "sinks", "cu_seqlens_q")
 
-# Not F.scaled_dot_product_attention, which `orchard.enable()` leads back here.
-_PYTORCH = torch._C._nn.scaled_dot_product_attention
+TENSORS = 11  # how many of the ops' shared arguments are tensors
+
+
+class _Last(threading.local):
+    refusal: Optional[str] = None
+
+
+last = _Last()  # why this thread's last refused call was; whoever asks about a call clears it before
+
+
+def asks(query: torch.Tensor) -> bool:
+    """Whether a call with this query is asked about: compiled code and fakes are not."""
+    return query.is_mps and not torch.compiler.is_compiling() and not isinstance(query, FakeTensor)
 
 
 def _meta(like: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
@@ -111,7 +126,8 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
             mask = (mask if seen is None else mask.masked_fill(~seen, float("-inf"))).to(q.dtype)
         else:
             mask = seen
-    return _PYTORCH(
+    # Not F's, nor a name of this module: `orchard.enable()` leads both back here.
+    return torch._C._nn.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=options.get("dropout", 0.0), is_causal=bool(only_causal),
         scale=options["scale"] if options.get("has_scale") else None,
         enable_gqa=q.shape[1] != k.shape[1])
@@ -121,24 +137,74 @@ def _strict() -> bool:
     return os.environ.get("ORCHARD_STRICT", "") not in ("", "0")
 
 
-def instead(with_lse: bool, needs: int, *arguments: Any) -> Optional[torch.Tensor]:
-    """None: Orchard's kernels take the call. Otherwise `out` by PyTorch's own operation, or an
-    UnsupportedError that says why there is none. Arguments as in the ops' schemas."""
+def _checked_refusal(op: str, needs: int, arguments: Tuple[Any, ...],
+                     count: bool) -> Tuple[Optional[str], mps.Operands, mps.Options]:
+    """Why PyTorch must do it, None if Orchard's kernels will; and the arguments by name."""
     inputs, options = mps.named(*arguments)
     inputs = {name: x if x is None else x.resolve_neg() for name, x in inputs.items()}
     options.pop("seed", None)  # the answer is the same for all of them, and kept
-    reason = refusal(mps.launcher, inputs, options, needs)
+    reason = refusal(mps.launcher, inputs, options, needs, count=count)
     if reason is None:
-        return None
-    op = "attention_forward"
+        return None, inputs, options
+    last.refusal = reason
     if _strict():
         raise mps.refused(op, reason, " and strict forbids a fallback")
-    missing = [name for name in NO_WORD if options.get(name) or inputs.get(name) is not None]
-    if with_lse or missing:
-        raise mps.refused(op, reason, " and PyTorch's own attention has no "
-                          + (missing[0] if missing else "lse"))
-    if inputs["key_lengths"] is not None:  # PyTorch would not say that one is wrong
+    return reason, inputs, options
+
+
+def _check_lengths(inputs: mps.Operands, options: mps.Options) -> None:
+    """PyTorch would not say that a length is wrong."""
+    if any(inputs[name] is not None for name in mps.LENGTHS):
         refusal(mps.launcher, inputs, options, check_lengths=True, count=False)
+
+
+def _explicit(arguments: Tuple[Any, ...]) -> Tensors2:
+    made = second.forward(arguments[:TENSORS], arguments[TENSORS:])
+    mps.launcher.count("attention_forward", None, "pytorch")
+    return made
+
+
+def instead(with_lse: bool, needs: int, *arguments: Any
+            ) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
+    """None: Orchard's kernels take the call. Otherwise (out, lse) by PyTorch, which differentiates
+    it too; lse only if asked for. Arguments as in the ops' schemas."""
+    reason, inputs, options = _checked_refusal("attention_forward", needs, arguments, True)
+    if reason is None:
+        return None
+    _check_lengths(inputs, options)
+    if with_lse or any(options.get(name) or inputs.get(name) is not None for name in NO_WORD):
+        return _explicit(arguments)
     out = fall_back(inputs, options)
+    mps.launcher.count("attention_forward", None, "pytorch")
+    return out, None
+
+
+# ---- The same for those who call the ops themselves (orchard_ops) --------------------------------
+
+def forward_instead(needs: int, *arguments: Any) -> Optional[Tensors2]:
+    """None: orchard::attention_forward takes the call. Otherwise what it would have returned, by
+    PyTorch: the explicit formula, with the dropout of the seed."""
+    reason, inputs, options = _checked_refusal("attention_forward", needs, arguments, True)
+    if reason is None:
+        return None
+    _check_lengths(inputs, options)
+    return _explicit(arguments)
+
+
+def backward_instead(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor],
+                     *arguments: Any) -> Optional[Tensors5]:
+    """None: orchard::attention_backward takes the call. Otherwise its gradients by PyTorch, those
+    that are not needed empty; differentiable. `arguments` are those of the forward."""
+    op = "attention_backward"
+    reason, inputs, _ = _checked_refusal(op, needs, arguments, False)
+    if reason is None:
+        return None
+    mps.launcher.count(op, reason)
+    inputs_of = [arguments[at] for at in (0, 1, 2, 3, 6)]
+    if all(x.numel() for x in arguments[:3]):
+        made = second.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse, *inputs_of)
+    else:
+        made = tuple(None if x is None else torch.zeros_like(x) for x in inputs_of)
     mps.launcher.count(op, None, "pytorch")
-    return out
+    return tuple(x if needs & bit and x is not None else dout.new_empty(0)
+                 for bit, x in zip(GRADIENTS, made))

@@ -13,7 +13,7 @@ import torch
 
 from .._library import UnsupportedError
 from . import batching, cpu, mps
-from .outputs import Tensors2, Tensors5, new_gradients, new_outputs
+from .outputs import (Tensors2, Tensors5, check_present, check_rank, new_gradients, new_outputs)
 
 # What forward and backward share, in this order everywhere: here, in kernels, in function.py.
 # No defaults: torch drops arguments that equal theirs before it calls a kernel.
@@ -55,11 +55,15 @@ library.impl("attention_backward", mps.backward, "MPS")
 
 @torch.library.register_fake("orchard::attention_forward", lib=library)
 def _forward_fake(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, *rest):
-    return new_outputs(q, v, cu_seqlens_q is not None)
+    op, packed = "attention_forward", cu_seqlens_q is not None
+    check_present(op, q=q, k=k, v=v)
+    check_rank(op, packed, q=q, v=v)
+    return new_outputs(q, v, packed)
 
 
 @torch.library.register_fake("orchard::attention_backward", lib=library)
 def _backward_fake(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest):
+    check_present("attention_backward", dout=dout, out=out, lse=lse, q=q, k=k, v=v)
     return new_gradients(needs, q, k, v, bias, sinks)
 
 

@@ -6,6 +6,8 @@ from typing import Optional, Tuple
 
 import torch
 
+from .._library import ArgumentError, ShapeError
+
 Tensors2 = Tuple[torch.Tensor, torch.Tensor]
 Tensors5 = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -17,6 +19,20 @@ def needed(*inputs: Optional[torch.Tensor]) -> int:
     """`needs` for q, k, v, bias, sinks: those that require a gradient."""
     return sum(bit for bit, tensor in zip(GRADIENTS, inputs)
                if tensor is not None and tensor.requires_grad)
+
+
+def check_present(op: str, **operands: Optional[torch.Tensor]) -> None:
+    """torch hands an absent tensor on as None, whatever the schema says."""
+    for name, tensor in operands.items():
+        if tensor is None:
+            raise ArgumentError(f"{op}: {name} is missing")
+
+
+def check_rank(op: str, packed: bool, **operands: torch.Tensor) -> None:
+    """For those without a C library behind them that would say it."""
+    for name, tensor in operands.items():
+        if tensor.dim() != (3 if packed else 4):
+            raise ShapeError(f"{op}: {name} has rank {tensor.dim()}, must be {3 if packed else 4}")
 
 
 def new_outputs(q: torch.Tensor, v: torch.Tensor, packed: bool) -> Tensors2:

@@ -1,13 +1,14 @@
-"""Second order: the explicit formula of attention's gradients, in differentiable torch operations.
+"""The explicit formula of attention and of its gradients, in differentiable torch operations.
 
-Only `create_graph=True` followed by a second backward comes here. Unlike the fused kernels this
-takes memory for several [B,H,T,S] matrices. The formula is that of src/attention/README.md; sums
-are in fp32 (fp64 for fp64), as in the kernels. Packed sequences are padded first.
+Two come here: `create_graph=True` followed by a second backward, and calls on mps that Orchard's
+kernels refuse and PyTorch's own attention has no word for. Unlike the fused kernels this takes
+memory for several [B,H,T,S] matrices. The formula is that of src/attention/README.md; sums are in
+fp32 (fp64 for fp64), as in the kernels. Packed sequences are padded first.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -55,9 +56,11 @@ def philox(seed: int, rows: torch.Tensor, queries: torch.Tensor,
 
 def keep(seed: torch.Tensor, dropout: float, batch: int, heads: int, length_t: int,
          length_s: int) -> torch.Tensor:
-    """Which probabilities dropout keeps: bool [B,H,T,S]."""
-    rows = torch.arange(batch * heads).view(batch, heads, 1, 1)
-    words = philox(int(seed), rows, torch.arange(length_t).view(-1, 1), torch.arange(length_s))
+    """Which probabilities dropout keeps: bool [B,H,T,S], on the CPU, whose integers of 64 bits are
+    exact in every operation."""
+    rows = torch.arange(batch * heads, device="cpu").view(batch, heads, 1, 1)
+    queries = torch.arange(length_t, device="cpu").view(-1, 1)
+    words = philox(int(seed), rows, queries, torch.arange(length_s, device="cpu"))
     return words >= int(dropout * 2.0 ** 32 + 0.5)
 
 
@@ -68,7 +71,7 @@ class Packing:
 
     def __init__(self, cu_seqlens: torch.Tensor, longest: int) -> None:
         self.lengths = cu_seqlens.diff()
-        place = torch.arange(longest)
+        place = torch.arange(longest, device=cu_seqlens.device)
         self.valid = place < self.lengths[:, None]
         self.rows = torch.where(self.valid, cu_seqlens[:-1, None] + place, 0)
 
@@ -93,18 +96,22 @@ class Scene(NamedTuple):
     softcap: float
 
 
-def _scene(q, k, mask, alibi, key_lengths, seed, lengths_t, lengths_s, options, dtype) -> Scene:
+def _scene(q, k, tensors, lengths_t, lengths_s, options, dtype) -> Scene:
+    """For q [B,H,T,D] and k [B,G,S,D]; `tensors` are the op's, which say the rest."""
+    device, mask, alibi, key_lengths, seed = (tensors[0].device, tensors[4], tensors[5], tensors[7],
+                                              tensors[10])
     batch, heads, length_t, size = q.shape
     length_s = k.shape[2]
     if key_lengths is not None:
         lengths_s = key_lengths
-    queries, keys = torch.arange(length_t)[:, None], torch.arange(length_s)
+    queries = torch.arange(length_t, device=device)[:, None]
+    keys = torch.arange(length_s, device=device)
     at = queries
     if options.bottom_right:
         ends_t = length_t if lengths_t is None else lengths_t.view(-1, 1, 1, 1)
         ends_s = length_s if lengths_s is None else lengths_s.view(-1, 1, 1, 1)
         at = queries + (ends_s - ends_t)
-    seen = torch.ones(1, 1, length_t, length_s, dtype=torch.bool)
+    seen = torch.ones(1, 1, length_t, length_s, dtype=torch.bool, device=device)
     if options.causal:
         seen = seen & (keys <= at)
     if options.window_left >= 0:
@@ -120,36 +127,111 @@ def _scene(q, k, mask, alibi, key_lengths, seed, lengths_t, lengths_s, options, 
         penalty = alibi.to(dtype).view(-1, heads, 1, 1) * (at - keys).abs()
     if options.dropout > 0:
         kept = keep(seed, options.dropout, batch, heads, length_t, length_s)
-        factor = kept.to(dtype) * (1 / (1 - options.dropout) if options.dropout < 1 else 0.0)
+        factor = kept.to(device).to(dtype) * (1 / (1 - options.dropout) if options.dropout < 1 else 0.0)
     scale = size ** -0.5 if options.scale is None else options.scale
     return Scene(seen, penalty, factor, scale, options.softcap)
 
 
 # ---- The formula ---------------------------------------------------------------------------------
 
-def _padded_gradients(scene: Scene, dout, dlse, q, k, v, bias, sinks):
-    """dq, dk, dv, dscore and dsinks for [B,H,T,...] tensors with as many key heads as heads."""
-    score, slope = scene.scale * (q @ k.mT), 1.0
+class Laid(NamedTuple):
+    """A call in the precision of its sums, [B,H,T,D] and [B,G,S,D|E]."""
+
+    scene: Scene
+    packing_t: Optional[Packing]
+    packing_s: Optional[Packing]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: Maybe
+    sinks: Maybe
+
+    def repeated(self) -> Tuple[torch.Tensor, torch.Tensor]:
+        """k and v with as many heads as q."""
+        repeat = self.q.shape[1] // self.k.shape[1]
+        return self.k.repeat_interleave(repeat, 1), self.v.repeat_interleave(repeat, 1)
+
+
+def _sums(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _lay(tensors, options: Options, q, k, v, bias, sinks) -> Laid:
+    dtype = _sums(q)
+    q, k, v, bias, sinks = (None if x is None else x.to(dtype) for x in (q, k, v, bias, sinks))
+    packing_t = packing_s = lengths_t = lengths_s = None
+    if tensors[8] is not None:
+        packing_t = Packing(tensors[8], options.max_t)
+        packing_s = Packing(tensors[9], options.max_s)
+        lengths_t, lengths_s = packing_t.lengths, packing_s.lengths
+        q, k, v = packing_t.pad(q), packing_s.pad(k), packing_s.pad(v)
+    scene = _scene(q, k, tensors, lengths_t, lengths_s, options, dtype)
+    return Laid(scene, packing_t, packing_s, q, k, v, bias, sinks)
+
+
+class Softmax(NamedTuple):
+    """[B,H,T,S] each, but for lse [B,H,T]."""
+
+    weight: torch.Tensor          # before dropout
+    slope: Union[float, torch.Tensor]  # of the soft cap; 1 without
+    sink: Maybe                   # what the sinks take of each query's softmax
+    lse: torch.Tensor
+
+
+def _softmax(laid: Laid, k: torch.Tensor) -> Softmax:
+    scene, sinks = laid.scene, laid.sinks
+    score, slope = scene.scale * (laid.q @ k.mT), 1.0
     if scene.softcap:
         bent = torch.tanh(score / scene.softcap)
         score, slope = scene.softcap * bent, 1 - bent * bent
     if scene.penalty is not None:
         score = score - scene.penalty
-    if bias is not None:
-        score = score + bias
+    if laid.bias is not None:
+        score = score + laid.bias
     score = score.masked_fill(~scene.seen, float("-inf"))
-    top = score.detach().amax(-1, keepdim=True)
+    top = (score.detach().amax(-1, keepdim=True) if score.shape[-1]
+           else score.new_full((*score.shape[:-1], 1), float("-inf")))
     if sinks is not None:
         top = torch.maximum(top, sinks.detach().view(-1, 1, 1))
     top = torch.where(top.isinf(), 0.0, top)
     weight = torch.exp(score - top)
     total = weight.sum(-1, keepdim=True)
+    share = None
     if sinks is not None:
         share = torch.exp(sinks.view(-1, 1, 1) - top)
         total = total + share
-    total = torch.where(total == 0, 1.0, total)  # a query without keys: all 0, not NaN
-    weight = weight / total
-    inner, kept = dout @ v.mT, weight
+    blind = total == 0
+    total = torch.where(blind, 1.0, total)  # a query without keys: all 0, not NaN
+    lse = torch.where(blind, float("-inf"), top + torch.log(total)).squeeze(-1)
+    return Softmax(weight / total, slope, None if share is None else share / total, lse)
+
+
+def forward(tensors: Sequence[Maybe], options: Sequence) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of attention_forward, differentiable by PyTorch; the arguments of its schema."""
+    q, k, v = tensors[:3]
+    with torch.autocast(q.device.type, enabled=False):
+        laid = _lay(tensors, Options(*options), q, k, v, tensors[3], tensors[6])
+        k, v = laid.repeated()
+        made = _softmax(laid, k)
+        factor = laid.scene.factor
+        out, lse = (made.weight if factor is None else made.weight * factor) @ v, made.lse
+        if laid.packing_t is not None:
+            out, lse = laid.packing_t.pack(out), laid.packing_t.pack(lse)
+        return out.to(q.dtype), lse
+
+
+def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, dlse: Maybe,
+              q, k, v, bias, sinks) -> Tuple[Maybe, ...]:
+    """dq, dk, dv, dbias and dsinks in the layout and dtype of their inputs; q ... sinks are those
+    among `tensors`, or what a transform has put in their places."""
+    laid = _lay(tensors, Options(*options), q, k, v, bias, sinks)
+    scene, groups = laid.scene, laid.k.shape[1]
+    dout, dlse = (None if x is None else x.to(_sums(q)) for x in (dout, dlse))
+    if laid.packing_t is not None:
+        dout, dlse = (None if x is None else laid.packing_t.pad(x) for x in (dout, dlse))
+    k_, v_ = laid.repeated()
+    weight, slope, sink, _ = _softmax(laid, k_)
+    inner, kept = dout @ v_.mT, weight
     if scene.factor is not None:
         inner, kept = inner * scene.factor, weight * scene.factor
     delta = (weight * inner).sum(-1, keepdim=True)
@@ -157,35 +239,12 @@ def _padded_gradients(scene: Scene, dout, dlse, q, k, v, bias, sinks):
         delta = delta - dlse[..., None]
     dscore = weight * (inner - delta)
     dproduct = scene.scale * dscore * slope
-    dsinks = None if sinks is None else -(share / total * delta).sum((0, 2, 3))
-    return dproduct @ k, dproduct.mT @ q, kept.mT @ dout, dscore, dsinks
-
-
-def _gradients(tensors, options: Options, dout, dlse, q, k, v, bias, sinks):
-    """All five gradients in the layout and dtype of their inputs."""
-    _, _, _, _, mask, alibi, _, key_lengths, cu_q, cu_k, seed = tensors
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    given = [None if x is None else x.to(dtype) for x in (dout, dlse, q, k, v, bias, sinks)]
-    dout_, dlse_, q_, k_, v_, bias_, sinks_ = given
-    lengths_t = lengths_s = None
-    if cu_q is not None:
-        packing_t, packing_s = Packing(cu_q, options.max_t), Packing(cu_k, options.max_s)
-        lengths_t, lengths_s = packing_t.lengths, packing_s.lengths
-        dout_, q_ = packing_t.pad(dout_), packing_t.pad(q_)
-        dlse_ = None if dlse_ is None else packing_t.pad(dlse_)
-        k_, v_ = packing_s.pad(k_), packing_s.pad(v_)
-    batch, heads = q_.shape[:2]
-    groups = k_.shape[1]
-    scene = _scene(q_, k_, mask, alibi, key_lengths, seed, lengths_t, lengths_s, options, dtype)
-    repeat = heads // groups
-    dq, dk, dv, dscore, dsinks = _padded_gradients(
-        scene, dout_, dlse_, q_, k_.repeat_interleave(repeat, 1), v_.repeat_interleave(repeat, 1),
-        bias_, sinks_)
-    dk, dv = (x.view(batch, groups, repeat, *x.shape[2:]).sum(2) for x in (dk, dv))
-    if cu_q is not None:
-        dq, dk, dv = packing_t.pack(dq), packing_s.pack(dk), packing_s.pack(dv)
+    dq, dk, dv = dproduct @ k_, dproduct.mT @ laid.q, kept.mT @ dout
+    dk, dv = (x.view(x.shape[0], groups, -1, *x.shape[2:]).sum(2) for x in (dk, dv))
+    if laid.packing_t is not None:
+        dq, dk, dv = laid.packing_t.pack(dq), laid.packing_s.pack(dk), laid.packing_s.pack(dv)
     dbias = None if bias is None else dscore.sum_to_size(bias.shape).to(bias.dtype)
-    dsinks = None if sinks is None else dsinks.to(sinks.dtype)
+    dsinks = None if sinks is None else -(sink * delta).sum((0, 2, 3)).to(sinks.dtype)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dbias, dsinks
 
 
@@ -198,15 +257,15 @@ def backward(needs: int, cotangents: Sequence[Maybe], dout: torch.Tensor, dlse: 
     if not wanted or not all(x.numel() for x in tensors[:3]):
         return tuple(None if x is None else torch.zeros_like(x) for x in inputs)
 
-    def gradients(*given):
+    def of(*given):
         full = [None] * len(inputs)
         for i, x in zip(present, given):
             full[i] = x
-        made = _gradients(tensors, Options(*options), *full)
+        made = gradients(tensors, options, *full)
         return tuple(made[i] for i in wanted)
 
     with torch.autocast(dout.device.type, enabled=False):
-        _, pull = torch.func.vjp(gradients, *[inputs[i] for i in present])
+        _, pull = torch.func.vjp(of, *[inputs[i] for i in present])
         found = pull(tuple(cotangents[i] for i in wanted))
     result: list = [None] * len(inputs)
     for i, x in zip(present, found):
