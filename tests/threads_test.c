@@ -2,6 +2,7 @@
  * after use and fork while another thread computes, and calls after the library was taken down.
  * Whatever runs the tasks, the bits are those of one thread. */
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -11,6 +12,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "core/lock.h"
 #include "fixture.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -320,6 +322,47 @@ static void fork_after_use(void)
     orchard_ctx_free(ctx);
 }
 
+static atomic_int locks_held;
+
+static void *hold_every_lock(void *arg)
+{
+    for (int i = 0; i < ORCH_LOCKS; i++) {
+        orch_lock((orch_lock_name)i);
+    }
+    atomic_store(&locks_held, 1);
+    while (atomic_load(&locks_held)) {
+        sched_yield();
+    }
+    for (int i = 0; i < ORCH_LOCKS; i++) {
+        orch_unlock((orch_lock_name)i);
+    }
+    return arg;
+}
+
+/* Whoever holds a lock at a fork is not in the child. */
+static void fork_while_locks_are_held(void)
+{
+    pthread_t holder;
+    CHECK_INT(pthread_create(&holder, NULL, hold_every_lock, NULL), 0);
+    while (!atomic_load(&locks_held)) {
+        sched_yield();
+    }
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(20);
+        for (int i = 0; i < ORCH_LOCKS; i++) {
+            orch_lock((orch_lock_name)i);
+            orch_unlock((orch_lock_name)i);
+        }
+        _exit(0);
+    }
+    int status = -1;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK_INT(status, 0);
+    atomic_store(&locks_held, 0);
+    CHECK_INT(pthread_join(holder, NULL), 0);
+}
+
 static atomic_bool stop_computing;
 
 static void *compute_until_told(void *arg)
@@ -412,6 +455,7 @@ int main(void)
         printf("threads: fork tests are left to the other builds\n");
     } else {
         fork_after_use();
+        fork_while_locks_are_held();
         fork_during_use();
         calls_on_the_way_out();
     }

@@ -15,8 +15,7 @@
 extern "C" {
 #endif
 
-/* Its layout is fixed, since callers own arrays of it: what is added later gets a struct of its own.
- */
+/* Its layout is fixed, since callers own arrays of it: what is added later gets its own struct. */
 typedef struct orchard_device_entry {
     orchard_device_info info;
     char platform[80];       /* OpenCL: whose driver it is; Metal: "Metal" */

@@ -2,9 +2,9 @@
 #include "core/memory_counts.h"
 
 #include <inttypes.h>
-#include <pthread.h>
 #include <stdatomic.h>
 
+#include "core/lock.h"
 #include "core/log.h"
 
 static const char *const words[] = {
@@ -49,20 +49,7 @@ void orchard_memory_report(orchard_memory_counts *report)
 /* ---- The profile log's lines about buffers --------------------------------------------------- */
 
 static atomic_uint_fast64_t next_id = 1;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list */
-static orch_memory_entry *living;                        /* newest first */
-static pthread_once_t prepared = PTHREAD_ONCE_INIT;
-
-/* Another thread may hold the lock at a fork; it is not in the child. */
-static void after_fork_in_child(void)
-{
-    pthread_mutex_init(&lock, NULL);
-}
-
-static void prepare(void)
-{
-    pthread_atfork(NULL, NULL, after_fork_in_child);
-}
+static orch_memory_entry *living; /* newest first */
 
 static const void *address_of(const orch_memory *memory)
 {
@@ -74,15 +61,14 @@ void orch_memory_log_alloc(orch_memory_entry *entry, const orch_memory *memory)
     if (!orch_log_on(ORCH_LOG_PROFILE)) {
         return;
     }
-    pthread_once(&prepared, prepare);
-    pthread_mutex_lock(&lock);
+    orch_lock(ORCH_LOCK_BUFFERS);
     *entry = (orch_memory_entry){
         .id = atomic_fetch_add(&next_id, 1), .bytes = memory->bytes, .next = living};
     if (living) {
         living->previous = entry;
     }
     living = entry;
-    pthread_mutex_unlock(&lock);
+    orch_unlock(ORCH_LOCK_BUFFERS);
     orch_log_line(ORCH_LOG_PROFILE, "alloc %" PRIu64 " %zu %p %s", entry->id, memory->bytes,
                   address_of(memory), storage_word(memory->storage));
 }
@@ -92,12 +78,12 @@ void orch_memory_log_free(orch_memory_entry *entry, const orch_memory *memory)
     if (!entry->id) {
         return;
     }
-    pthread_mutex_lock(&lock);
+    orch_lock(ORCH_LOCK_BUFFERS);
     *(entry->previous ? &entry->previous->next : &living) = entry->next;
     if (entry->next) {
         entry->next->previous = entry->previous;
     }
-    pthread_mutex_unlock(&lock);
+    orch_unlock(ORCH_LOCK_BUFFERS);
     orch_log_line(ORCH_LOG_PROFILE, "free %" PRIu64 " %p", entry->id, address_of(memory));
 }
 
@@ -106,9 +92,9 @@ void orch_memory_log_live(void)
     if (!orch_log_on(ORCH_LOG_PROFILE)) {
         return;
     }
-    pthread_mutex_lock(&lock);
+    orch_lock(ORCH_LOCK_BUFFERS);
     for (const orch_memory_entry *entry = living; entry; entry = entry->next) {
         orch_log_line(ORCH_LOG_PROFILE, "live %" PRIu64 " %zu", entry->id, entry->bytes);
     }
-    pthread_mutex_unlock(&lock);
+    orch_unlock(ORCH_LOCK_BUFFERS);
 }

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "core/context.h"
+#include "core/lock.h"
 #include "core/record.h"
 
 #define MOST_BYTES (1 << 20)
@@ -40,13 +41,12 @@ static struct {
     atomic_uint_fast64_t calls;
 } files[MOST_FILES];
 static atomic_int used;
-static pthread_mutex_t files_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static int32_t file_of(uint64_t hash)
 {
     char text[17];
     snprintf(text, sizeof text, "%016llx", (unsigned long long)hash);
-    pthread_mutex_lock(&files_lock);
+    orch_lock(ORCH_LOCK_ROUTES);
     const int count = atomic_load(&used);
     int at = 0;
     while (at < count && strcmp(files[at].hash, text) != 0) {
@@ -56,7 +56,7 @@ static int32_t file_of(uint64_t hash)
         memcpy(files[at].hash, text, sizeof text);
         atomic_store(&used, count + 1);
     }
-    pthread_mutex_unlock(&files_lock);
+    orch_unlock(ORCH_LOCK_ROUTES);
     return at < MOST_FILES ? at : MOST_FILES - 1;
 }
 

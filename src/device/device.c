@@ -8,6 +8,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "core/lock.h"
+
 /* A kernel, or why there is none. Found by comparing whole texts: they begin with their defines, so
  * different ones differ early, and nothing has to be hashed at each launch. */
 typedef struct kernel_entry {
@@ -121,7 +123,8 @@ orchard_status orch_device_kernel(orch_device *device, const char *name, const c
 /* ---- Open devices ---------------------------------------------------------------------------- */
 
 /* What is known about each kind. Drivers do not survive fork (their threads are gone), so `pid`
- * tells who first asked for one, and a child does not try again. */
+ * tells who first asked for one, and a child does not try again. It is written first: a slot that
+ * was half done at the fork does no harm. */
 static struct {
     orch_device *device; /* the default one, while open */
     pid_t pid;           /* 0: nobody asked yet */
@@ -130,31 +133,14 @@ static struct {
     char sentence[512]; /* why the search failed, if status is not ORCHARD_OK; or why it was lost */
 } slots[ORCH_DEVICE_KINDS];
 
-static pthread_mutex_t registry = PTHREAD_MUTEX_INITIALIZER;
-static pthread_once_t prepared = PTHREAD_ONCE_INIT;
-
-/* Another thread may hold the lock at a fork; it is not in the child. Nothing is locked before the
- * fork, since a driver may fork while we open it. What is half done in a slot then does no harm:
- * its pid is written first, and keeps the child away. */
-static void after_fork_in_child(void)
-{
-    pthread_mutex_init(&registry, NULL);
-}
-
-static void prepare(void)
-{
-    pthread_atfork(NULL, NULL, after_fork_in_child);
-}
-
 void orch_device_lose(orch_device *device, const char *why)
 {
-    static pthread_mutex_t losing = PTHREAD_MUTEX_INITIALIZER;
-    pthread_mutex_lock(&losing);
+    orch_lock(ORCH_LOCK_LOSING);
     if (!device->lost) {
         snprintf(device->lost_why, sizeof device->lost_why, "%s", why);
         device->lost = true;
     }
-    pthread_mutex_unlock(&losing);
+    orch_unlock(ORCH_LOCK_LOSING);
 }
 
 static const char *const names[] = {[ORCH_METAL] = "metal", [ORCH_OPENCL] = "opencl"};
@@ -225,16 +211,15 @@ static orch_device *open_default(orch_device_kind kind, const orch_device_reques
 static sigset_t enter_driver(void)
 {
     sigset_t all, before;
-    pthread_once(&prepared, prepare);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    pthread_mutex_lock(&registry);
+    orch_lock(ORCH_LOCK_DEVICES);
     return before;
 }
 
 static void leave_driver(const sigset_t *before)
 {
-    pthread_mutex_unlock(&registry);
+    orch_unlock(ORCH_LOCK_DEVICES);
     pthread_sigmask(SIG_SETMASK, before, NULL);
 }
 
@@ -291,9 +276,9 @@ void orch_device_tell(const orch_device_caps *caps, orchard_device_info *info)
 
 orch_device *orch_device_retain(orch_device *device)
 {
-    pthread_mutex_lock(&registry);
+    orch_lock(ORCH_LOCK_DEVICES);
     device->shared->references++;
-    pthread_mutex_unlock(&registry);
+    orch_unlock(ORCH_LOCK_DEVICES);
     return device;
 }
 
@@ -303,7 +288,7 @@ void orch_device_close(orch_device *device)
         return;
     }
     struct orch_device_shared *shared = device->shared;
-    pthread_mutex_lock(&registry);
+    orch_lock(ORCH_LOCK_DEVICES);
     bool last = --shared->references == 0;
     for (int32_t kind = 0; last && kind < ORCH_DEVICE_KINDS; kind++) {
         if (slots[kind].device == device) {
@@ -313,7 +298,7 @@ void orch_device_close(orch_device *device)
             slots[kind].device = NULL;
         }
     }
-    pthread_mutex_unlock(&registry);
+    orch_unlock(ORCH_LOCK_DEVICES);
     if (!last) {
         return;
     }
