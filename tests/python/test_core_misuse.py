@@ -3,21 +3,14 @@
 Runs in a process of its own, so that a crash is counted as what it is, and prints the seed of the
 call it was at. Guard bytes around every output show writes outside; a refused call writes nothing.
 """
-import collections
-import faulthandler
-import json
 import random
-import subprocess
-import sys
 
-CALLS = 20000
-SEED = 20261116
-
+import random_lists
 
 # ---- The child -----------------------------------------------------------------------------------
 
 
-def random_calls(first, count):
+def prepare():
     import numpy as np
     import orchard
     import torch
@@ -160,48 +153,25 @@ def random_calls(first, count):
                 "memory of an input, or of a refused call, changed"
         return ("backward " if backward else "forward ") + answer
 
-    counts = collections.Counter()
-    for seed in range(first, first + count):
-        print(seed, file=sys.stderr)
-        counts[one(seed)] += 1
-    print(json.dumps(counts))
+    return one
 
 
 # ---- The parent ----------------------------------------------------------------------------------
 
 
-def run(first, count, *extra):
-    return subprocess.run([sys.executable, "-X", "faulthandler", __file__, str(first), str(count),
-                           *extra], capture_output=True, text=True, timeout=500)
-
-
 def test_random_argument_lists():
-    done = run(SEED, CALLS)
-    last = done.stderr.split("\n")
-    assert done.returncode == 0, (
-        f"exit status {done.returncode}; again with: python {__file__} SEED 1\n"
-        + "\n".join(last[-30:]))
-    counts = json.loads(done.stdout)
-    print(counts)
-    assert sum(counts.values()) == CALLS
+    counts = random_lists.counts_of(__file__)
     # A generator that is refused all the time, or never, would prove nothing.
     for what in ("forward computed", "backward computed"):
-        assert counts[what] >= CALLS // 20, counts
+        assert counts[what] >= random_lists.CALLS // 20, counts
     for kind in ("ArgumentError", "ShapeError", "DtypeError", "LayoutError"):
         for call in ("forward", "backward"):
             assert counts.get(f"{call} {kind}", 0) >= 20, counts
-    assert not any("Internal" in name or "Device" in name for name in counts)
 
 
 def test_a_crash_would_be_seen():
-    """The parent's check, tried on a child that dies of a bad address."""
-    done = run(SEED, 3, "crash")
-    assert done.returncode < 0 and "Segmentation fault" in done.stderr
+    random_lists.check_that_a_crash_is_seen(__file__)
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
-    if sys.argv[3:] == ["crash"]:
-        import ctypes
-        ctypes.string_at(8)
-    random_calls(int(sys.argv[1]), int(sys.argv[2]))
+    random_lists.child(prepare)

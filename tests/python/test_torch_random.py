@@ -7,20 +7,14 @@ list it was at. Some results are compared with torch's own math path. Beside the
 tensors and, on Linux, the fake of torch.mps, where kernels are compiled for the plainest call only:
 every other call is refused there and PyTorch's to do.
 """
-import collections
-import faulthandler
-import json
 import random
-import subprocess
 import sys
 
-CALLS = 20000
-SEED = 20261116
-
+import random_lists
 
 # ---- The child -----------------------------------------------------------------------------------
 
-def random_calls(first, count):
+def prepare():
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -375,11 +369,7 @@ def random_calls(first, count):
             assert x._version == version, "an input was written to"
         return f"{call.__name__} on {d.device}: {answer}"
 
-    counts = collections.Counter()
-    for seed in range(first, first + count):
-        print(seed, file=sys.stderr)
-        counts[one(seed)] += 1
-    print(json.dumps(counts))
+    return one
 
 
 def is_torchs(sentence):
@@ -405,20 +395,8 @@ def few_kernels(fake_mps):
 
 # ---- The parent ----------------------------------------------------------------------------------
 
-def run(first, count, *extra):
-    return subprocess.run([sys.executable, "-X", "faulthandler", __file__, str(first), str(count),
-                           *extra], capture_output=True, text=True, timeout=300)
-
-
 def test_random_argument_lists():
-    done = run(SEED, CALLS)
-    last = [line for line in done.stderr.split("\n") if "Warning" not in line]
-    assert done.returncode == 0, (
-        f"exit status {done.returncode}; again with: python {__file__} SEED 1\n"
-        + "\n".join(last[-30:]))
-    counts = json.loads(done.stdout)
-    print(counts)
-    assert sum(counts.values()) == CALLS
+    counts = random_lists.counts_of(__file__)
     # A generator that is refused all the time, or never, would prove nothing.
     for what, least in (("function on cpu: computed", 2000), ("function on cpu: compared", 400),
                         ("function on cpu: computed and backward", 1000),
@@ -435,18 +413,11 @@ def test_random_argument_lists():
     if sys.platform.startswith("linux"):
         for what in ("computed", "computed and backward", "compared", "compared and backward"):
             assert counts[f"function on mps: {what}"] >= 30, counts
-    assert not any("Internal" in name or "Device" in name for name in counts)
 
 
 def test_a_crash_would_be_seen():
-    """The parent's check, tried on a child that dies of a bad address."""
-    done = run(SEED, 3, "crash")
-    assert done.returncode < 0 and "Segmentation fault" in done.stderr
+    random_lists.check_that_a_crash_is_seen(__file__)
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
-    if sys.argv[3:] == ["crash"]:
-        import ctypes
-        ctypes.string_at(8)
-    random_calls(int(sys.argv[1]), int(sys.argv[2]))
+    random_lists.child(prepare)
