@@ -6,10 +6,21 @@
 
 #include "device_fixture.h"
 
-/* Compiles and runs a kernel; how many calls of the family it took, or -1. */
-static int calls_here(faulty_library faulty, const char *family)
+/* What is counted: how often a driver was asked to compile, and to hand out what it compiled. */
+typedef enum question { COMPILED, HANDED_OUT } question;
+
+static int answer(question what)
 {
-    orch_device *device = orch_device_open(ORCH_OPENCL, NULL);
+    if (on == ORCH_OPENCL) {
+        return opencl.calls(what == COMPILED ? "source" : "export");
+    }
+    return (int)metal.counter(what == COMPILED ? "code_compiled" : "archives_written");
+}
+
+/* Compiles and runs a kernel; the answer, or -1. */
+static int ask_here(question what)
+{
+    orch_device *device = orch_device_open(on, NULL);
     orch_memory memory;
     if (!device || device->class->allocate(device, 400, ORCHARD_STORAGE_SHARED, &memory)) {
         return -1;
@@ -19,13 +30,12 @@ static int calls_here(faulty_library faulty, const char *family)
     WORKS(device->class->wait(device, NULL));
     CHECK_NEAR(((float *)memory.contents)[9], 36, 0);
     device->class->release(device, &memory);
-    orch_device_close(device);
-    CHECK_INT(faulty.live("program"), 0);
-    return check_failed ? -1 : faulty.calls(family);
+    close_all(device);
+    return check_failed ? -1 : answer(what);
 }
 
 /* The same in a process of its own. */
-static int calls(const char *family)
+static int ask(question what)
 {
     int state = 0;
     fflush(NULL);
@@ -33,17 +43,17 @@ static int calls(const char *family)
     if (child == 0) {
         alarm(CHILD_SECONDS);
         check_failed = 0;
-        int count = calls_here(use_faulty(""), family);
+        use_device();
+        int count = ask_here(what);
         exit(count < 0 ? 100 : count);
     }
     waitpid(child, &state, 0);
     return WIFEXITED(state) && WEXITSTATUS(state) < 100 ? WEXITSTATUS(state) : -1;
 }
 
-/* How many programs are built from source. */
 static int builds(void)
 {
-    return calls("source");
+    return ask(COMPILED);
 }
 
 static char cache[128], file[512];
@@ -123,9 +133,9 @@ static void damage(int way)
 
 static void test_damage(void)
 {
-    snprintf(cache, sizeof cache, "%s/a/b/cache", fixture_directory);
+    snprintf(cache, sizeof cache, "%s/a/%s/cache", fixture_directory, names[on]);
     setenv("ORCHARD_CACHE", cache, 1);
-    CHECK_INT(calls("export"), 1);
+    CHECK_INT(ask(HANDED_OUT), 1);
     CHECK_INT(find_cache_file(), 1);
     CHECK_INT(builds(), 0);
     for (int way = 0; way < 12; way++) {
@@ -144,20 +154,21 @@ static void test_places(void)
 {
     setenv("ORCHARD_CACHE", "0", 1);
     CHECK_INT(builds(), 1);
-    CHECK_INT(calls("export"), 0); /* nobody would keep it */
+    CHECK_INT(ask(HANDED_OUT), 0); /* nobody would keep it */
     setenv("ORCHARD_CACHE", "", 1);
     CHECK_INT(builds(), 1);
     setenv("ORCHARD_CACHE", "/proc/no/such", 1); /* cannot be written, not even by root */
     CHECK_INT(builds(), 1);
     unsetenv("ORCHARD_CACHE");
     char home[160];
-    snprintf(home, sizeof home, "%s/home", fixture_directory);
+    snprintf(home, sizeof home, "%s/home-%s", fixture_directory, names[on]);
     mkdir(home, 0700);
     setenv("HOME", home, 1);
     unsetenv("XDG_CACHE_HOME");
     CHECK_INT(builds(), 1);
     CHECK_INT(builds(), 0);
-    setenv("XDG_CACHE_HOME", fixture_directory, 1);
+    strcat(home, "/xdg");
+    setenv("XDG_CACHE_HOME", home, 1);
     CHECK_INT(builds(), 1);
     CHECK_INT(builds(), 0);
 }
@@ -165,7 +176,7 @@ static void test_places(void)
 /* A whole file whose data the driver does not want. */
 static void test_refused_binary(void)
 {
-    snprintf(cache, sizeof cache, "%s/refused", fixture_directory);
+    snprintf(cache, sizeof cache, "%s/refused-%s", fixture_directory, names[on]);
     setenv("ORCHARD_CACHE", cache, 1);
     CHECK_INT(builds(), 1);
     CHECK_INT(find_cache_file(), 1);
@@ -180,9 +191,74 @@ static void test_refused_binary(void)
     free(stored);
     CHECK_INT(builds(), 1);
     CHECK_INT(builds(), 0);
-    faulty_library faulty = use_faulty("");
-    faulty.fail("binary", 1);
-    CHECK_INT(calls_here(faulty, "source"), 1);
+    use_device(); /* a whole file with good data, and the driver still does not want it */
+    if (on == ORCH_OPENCL) {
+        opencl.fail("binary", 1);
+    } else {
+        metal.fail("archive", 1);
+    }
+    CHECK_INT(ask_here(COMPILED), 1);
+}
+
+/* The code of another kernel under this one's key, as if two keys were equal: Metal looks for the
+ * function itself, and does not find it. */
+static void test_foreign_code(void)
+{
+    orch_cache_key key[2] = {{{0, 0}}, {{0, 0}}};
+    size_t bytes = 0;
+    for (int i = 0; i < 2; i++) {
+        snprintf(cache, sizeof cache, "%s/foreign%d", fixture_directory, i);
+        setenv("ORCHARD_CACHE", cache, 1);
+        setenv("METAL_STANDIN_FAMILY", i ? "6" : "7", 1); /* another library of the same text */
+        CHECK_INT(builds(), 1);
+        CHECK_INT(find_cache_file(), 1);
+        int handle = open(file, O_RDONLY);
+        CHECK(handle >= 0 && pread(handle, &key[i], sizeof *key, 16) == sizeof *key);
+        close(handle);
+    }
+    char *other = orch_cache_load(key[1], &bytes);
+    CHECK(other != NULL);
+    snprintf(cache, sizeof cache, "%s/foreign0", fixture_directory);
+    setenv("ORCHARD_CACHE", cache, 1);
+    setenv("METAL_STANDIN_FAMILY", "7", 1);
+    CHECK_INT(builds(), 0);
+    orch_cache_store(key[0], other, bytes);
+    free(other);
+    CHECK_INT(builds(), 1);
+    CHECK_INT(builds(), 0);
+}
+
+/* What each n-th step of an archive's life comes to when it fails: a compilation, and a cache that
+ * is filled by the next process. */
+static void test_archive_faults(void)
+{
+    char fault[32];
+    for (int n = 1; n <= 4; n++) {
+        snprintf(cache, sizeof cache, "%s/faults%d", fixture_directory, n);
+        setenv("ORCHARD_CACHE", cache, 1);
+        snprintf(fault, sizeof fault, "archive:%d", n);
+        setenv("METAL_STANDIN_FAIL", fault, 1);
+        CHECK_INT(builds(), 1);
+        CHECK_INT(find_cache_file(), n == 4); /* made, added to, written: three steps */
+        unsetenv("METAL_STANDIN_FAIL");
+        CHECK_INT(builds(), n != 4);
+        CHECK_INT(builds(), 0);
+    }
+}
+
+/* Another system has another compiler: nothing of the old one's is used. */
+static void test_system(void)
+{
+    snprintf(cache, sizeof cache, "%s/systems", fixture_directory);
+    setenv("ORCHARD_CACHE", cache, 1);
+    setenv("METAL_STANDIN_MACOS", "14", 1);
+    CHECK_INT(builds(), 1);
+    setenv("METAL_STANDIN_MACOS", "15", 1);
+    CHECK_INT(builds(), 1);
+    CHECK_INT(find_cache_file(), 2);
+    CHECK_INT(builds(), 0);
+    setenv("METAL_STANDIN_MACOS", "14", 1);
+    CHECK_INT(builds(), 0);
 }
 
 static void test_keys(void)
@@ -197,7 +273,7 @@ static void test_keys(void)
 
 static void test_race(void)
 {
-    snprintf(cache, sizeof cache, "%s/race", fixture_directory);
+    snprintf(cache, sizeof cache, "%s/race-%s", fixture_directory, names[on]);
     setenv("ORCHARD_CACHE", cache, 1);
     fflush(NULL);
     for (int i = 0; i < 4; i++) {
@@ -219,13 +295,17 @@ static void test_race(void)
 
 int main(int argc, char **argv)
 {
-    fixture_start(argc, argv);
+    devices_start(argc, argv);
     run_group("keys", test_keys);
-    if (have_opencl()) {
-        run_group("damage", test_damage);
-        run_group("places", test_places);
-        run_group("refused binary", test_refused_binary);
-        run_group("race", test_race);
+    run_on_each("damage", test_damage);
+    run_on_each("places", test_places);
+    run_on_each("refused binary", test_refused_binary);
+    run_on_each("race", test_race);
+    on = ORCH_METAL;
+    if (there[on]) {
+        run_group("foreign code", test_foreign_code);
+        run_group("archive faults", test_archive_faults);
+        run_group("another system", test_system);
     }
     return fixture_end("kernel_cache");
 }

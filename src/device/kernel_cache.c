@@ -202,3 +202,62 @@ void orch_cache_store(orch_cache_key key, const void *data, size_t bytes)
         unlink(temporary);
     }
 }
+
+/* ---- Files for a driver ---------------------------------------------------------------------- */
+
+bool orch_cache_new_file(orch_cache_key key, char path[ORCH_CACHE_PATH])
+{
+    char own[PATH_MAX];
+    if (!find_file(key, true, own, sizeof own)) {
+        return false;
+    }
+    snprintf(path, ORCH_CACHE_PATH, "%s.XXXXXX", own);
+    if (!mkdtemp(path)) { /* 0700 */
+        return false;
+    }
+    strcat(path, "/archive");
+    return true;
+}
+
+void orch_cache_end_file(const char *path)
+{
+    char directory[ORCH_CACHE_PATH];
+    unlink(path);
+    snprintf(directory, sizeof directory, "%.*s", (int)(strrchr(path, '/') - path), path);
+    rmdir(directory);
+}
+
+bool orch_cache_load_file(orch_cache_key key, char path[ORCH_CACHE_PATH])
+{
+    size_t bytes = 0;
+    void *data = orch_cache_load(key, &bytes);
+    if (!data || !orch_cache_new_file(key, path)) {
+        free(data);
+        return false;
+    }
+    int file = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    bool written = file >= 0 && write_all(file, data, bytes);
+    written = file >= 0 && close(file) == 0 && written;
+    free(data);
+    if (!written) {
+        orch_cache_end_file(path);
+    }
+    return written;
+}
+
+void orch_cache_store_file(orch_cache_key key, const char *path)
+{
+    struct stat about;
+    int file = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
+    if (file < 0) {
+        return;
+    }
+    const bool fits = fstat(file, &about) == 0 && S_ISREG(about.st_mode) && about.st_size > 0 &&
+                      (uint64_t)about.st_size <= MAX_BYTES;
+    void *data = fits ? malloc((size_t)about.st_size) : NULL;
+    if (data && read_all(file, data, (size_t)about.st_size)) {
+        orch_cache_store(key, data, (size_t)about.st_size);
+    }
+    free(data);
+    close(file);
+}

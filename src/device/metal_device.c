@@ -1,4 +1,4 @@
-/* The Metal device: opening it, compiling for it, closing it. The map of the files is in
+/* The Metal device: opening it, closing it, what there is. The map of the files is in
  * metal_device.h. */
 #include "device/metal_device.h"
 
@@ -31,94 +31,6 @@ orchard_status orch_metal_no_memory(size_t bytes, const char *storage)
     return orch_fail(ORCHARD_ERROR_MEMORY, "metal: no %s memory for %zu bytes", storage, bytes);
 }
 
-/* ---- Kernels --------------------------------------------------------------------------------- */
-
-/* IEEE arithmetic: no fast math, whatever the system's default is. */
-static id compile_options(const orch_metal_device *device)
-{
-    const struct orch_metal *api = &device->api;
-    id options = orch_mtl_class_new(api, api->objc_getClass("MTLCompileOptions"));
-    if (options) {
-        orch_mtl_options_set_language(api, options, ORCH_MTL_LANGUAGE_2_4);
-        if (orch_mtl_object_responds(api, options,
-                                     api->selectors[ORCH_MSG_options_set_math_mode])) {
-            orch_mtl_options_set_math_mode(api, options, ORCH_MTL_MATH_SAFE);
-        } else {
-            orch_mtl_options_set_fast_math(api, options, 0);
-        }
-    }
-    return options;
-}
-
-/* From text to pipeline; nil and *why, which the caller's pool keeps. */
-static id make_pipeline(const orch_metal_device *device, const char *name, const char *text,
-                        const char **why)
-{
-    const struct orch_metal *api = &device->api;
-    id error = NULL, options = compile_options(device), pipeline = NULL;
-    id string_class = api->objc_getClass("NSString");
-    id source = orch_mtl_string_make(api, string_class, text);
-    id library = source && options
-                     ? orch_mtl_device_new_library(api, device->device, source, options, &error)
-                     : NULL;
-    *why = library ? "" : orch_metal_error_text(device, error);
-    id function = library ? orch_mtl_library_new_function(
-                                api, library, orch_mtl_string_make(api, string_class, name))
-                          : NULL;
-    if (library && !function) {
-        *why = "the text has no kernel of that name";
-    }
-    if (function) {
-        error = NULL;
-        pipeline = orch_mtl_device_new_pipeline(api, device->device, function, &error);
-        *why = pipeline ? "" : orch_metal_error_text(device, error);
-        orch_mtl_object_release(api, function);
-    }
-    if (library) {
-        orch_mtl_object_release(api, library);
-    }
-    if (options) {
-        orch_mtl_object_release(api, options);
-    }
-    return pipeline;
-}
-
-static orchard_status metal_compile(orch_device *base, const char *name, const char *text,
-                                    orch_kernel **out)
-{
-    orch_metal_device *device = (orch_metal_device *)base;
-    const char *why;
-    *out = NULL;
-    ORCH_TRY(orch_metal_usable(device));
-    orch_kernel *kernel = calloc(1, sizeof *kernel);
-    if (!kernel) {
-        return orch_metal_no_memory(sizeof *kernel, "host");
-    }
-    void *pool = device->api.objc_autoreleasePoolPush();
-    orchard_status status = ORCHARD_OK;
-    kernel->pipeline = make_pipeline(device, name, text, &why);
-    if (kernel->pipeline) {
-        kernel->most_threads = orch_mtl_pipeline_max_threads(&device->api, kernel->pipeline);
-        snprintf(kernel->name, sizeof kernel->name, "%s", name);
-        *out = kernel;
-    } else {
-        status = orch_fail(ORCHARD_ERROR_COMPILE, "metal: kernel %s does not compile: %.400s", name,
-                           why);
-        free(kernel);
-    }
-    device->api.objc_autoreleasePoolPop(pool);
-    return status;
-}
-
-static void metal_release_kernel(orch_device *base, orch_kernel *kernel)
-{
-    orch_metal_device *device = (orch_metal_device *)base;
-    if (device->pid == getpid()) {
-        orch_mtl_object_release(&device->api, kernel->pipeline);
-    }
-    free(kernel);
-}
-
 /* ---- Opening --------------------------------------------------------------------------------- */
 
 static void metal_close(orch_device *base)
@@ -146,8 +58,8 @@ static const orch_device_class metal_class = {
     .release = orch_metal_release,
     .write = orch_metal_write,
     .read = orch_metal_read,
-    .compile = metal_compile,
-    .release_kernel = metal_release_kernel,
+    .compile = orch_metal_compile,
+    .release_kernel = orch_metal_release_kernel,
     .begin = orch_metal_begin,
     .launch = orch_metal_launch,
     .copy = orch_metal_copy,
@@ -221,7 +133,11 @@ static void read_caps(const struct orch_metal *api, id device, orch_device_caps 
     caps->wrap_alignment = ORCH_MTL_NO_COPY_PAGE;
     caps->matrix = orch_mtl_device_supports_family(api, device, ORCH_MTL_FAMILY_APPLE7);
     snprintf(caps->name, sizeof caps->name, "%s", name ? orch_mtl_string_text(api, name) : "?");
-    snprintf(caps->driver, sizeof caps->driver, "Metal");
+    /* Metal has no version of its own: compiler and driver are the system's. */
+    id process = orch_mtl_process_info(api, api->objc_getClass("NSProcessInfo"));
+    id system = process ? orch_mtl_process_system(api, process) : NULL;
+    snprintf(caps->driver, sizeof caps->driver, "Metal of macOS %s",
+             system ? orch_mtl_string_text(api, system) : "?");
 }
 
 orchard_status orch_metal_open(const orch_device_request *request, orch_device **out)

@@ -1,5 +1,5 @@
-/* What the files of the Metal device share: metal_device.c opens and compiles, metal_memory.c keeps
- * memory, metal_batch.c runs commands.
+/* What the files of the Metal device share: metal_device.c opens, metal_compile.c makes kernels,
+ * metal_memory.c keeps memory, metal_batch.c runs commands.
  *
  * Metal is spoken to in plain C through the Objective-C runtime (metal_messages.h). Nothing of
  * Apple's is linked: the libraries are opened at run time, on a Mac those of the system, elsewhere
@@ -55,6 +55,10 @@ orchard_status orch_metal_write(orch_device *device, const orch_memory *to, size
 orchard_status orch_metal_read(orch_device *device, void *to, const orch_memory *from,
                                size_t offset, size_t bytes);
 orchard_status orch_metal_in_range(const orch_memory *memory, size_t offset, size_t bytes);
+
+orchard_status orch_metal_compile(orch_device *device, const char *name, const char *text,
+                                  orch_kernel **kernel);
+void orch_metal_release_kernel(orch_device *device, orch_kernel *kernel);
 
 orchard_status orch_metal_begin(orch_device *device, orch_batch **batch);
 orchard_status orch_metal_launch(orch_batch *batch, const orch_launch *launch);

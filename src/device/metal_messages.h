@@ -84,6 +84,9 @@ enum { /* -[MTLDevice supportsFamily:]; simdgroup matrices need Apple7 */
        ORCH_MTL_FAMILY_METAL3 = 5001,
 };
 enum { ORCH_MTL_SCOPE_BUFFERS = 1 };
+enum { /* -[MTLDevice newComputePipelineStateWithDescriptor:options:reflection:error:] */
+       ORCH_MTL_PIPELINE_FROM_ARCHIVE_OR_NOT = 1 << 2, /* FailOnBinaryArchiveMiss */
+};
 enum { /* limits that hold on every Apple GPU */
        ORCH_MTL_MAX_BUFFERS = 31,
        ORCH_MTL_MAX_BYTES = 4096,
@@ -130,6 +133,14 @@ enum { /* limits that hold on every Apple GPU */
     M(NSString, const char *, string_text, "UTF8String", (), ()) \
     /* autoreleased */ \
     M(NSError, id, error_description, "localizedDescription", (), ()) \
+    /* autoreleased */ \
+    M(NSURL_class, id, url_of_file, "fileURLWithPath:", (, id path), (, path)) \
+    /* not owned */ \
+    M(NSProcessInfo_class, id, process_info, "processInfo", (), ()) \
+    /* autoreleased */ \
+    M(NSProcessInfo, id, process_system, "operatingSystemVersionString", (), ()) \
+    /* autoreleased */ \
+    M(NSArray_class, id, array_of, "arrayWithObject:", (, id object), (, object)) \
     M(NSArray, NSUInteger, array_count, "count", (), ()) \
     /* not owned */ \
     M(NSArray, id, array_at, "objectAtIndex:", (, NSUInteger index), (, index)) \
@@ -149,6 +160,13 @@ enum { /* limits that hold on every Apple GPU */
       (, id source, id options, id *error), (, source, options, error)) \
     M(MTLDevice, id, device_new_pipeline, "newComputePipelineStateWithFunction:error:", \
       (, id function, id *error), (, function, error)) \
+    /* the reflection is always NULL here */ \
+    M(MTLDevice, id, device_new_described_pipeline, \
+      "newComputePipelineStateWithDescriptor:options:reflection:error:", \
+      (, id description, NSUInteger options, void *reflection, id *error), \
+      (, description, options, reflection, error)) \
+    M(MTLDevice, id, device_new_archive, "newBinaryArchiveWithDescriptor:error:", \
+      (, id description, id *error), (, description, error)) \
     M(MTLDevice, NSUInteger, device_max_threadgroup_memory, "maxThreadgroupMemoryLength", (), ()) \
     M(MTLDevice, NSUInteger, device_max_buffer_length, "maxBufferLength", (), ()) \
     M(MTLDevice, uint64_t, device_working_set, "recommendedMaxWorkingSetSize", (), ()) \
@@ -163,6 +181,17 @@ enum { /* limits that hold on every Apple GPU */
     /* macOS 15: ask object_responds first */ \
     V(MTLCompileOptions, options_set_math_mode, "setMathMode:", (, NSInteger mode), (, mode)) \
     M(MTLLibrary, id, library_new_function, "newFunctionWithName:", (, id name), (, name)) \
+    V(MTLComputePipelineDescriptor, description_set_function, "setComputeFunction:", \
+      (, id function), (, function)) \
+    V(MTLComputePipelineDescriptor, description_set_archives, "setBinaryArchives:", \
+      (, id archives), (, archives)) \
+    /* without one the archive is new and empty */ \
+    V(MTLBinaryArchiveDescriptor, archive_description_set_url, "setUrl:", (, id url), (, url)) \
+    /* compiles what the pipeline needs to machine code */ \
+    M(MTLBinaryArchive, BOOL, archive_add, "addComputePipelineFunctionsWithDescriptor:error:", \
+      (, id description, id *error), (, description, error)) \
+    M(MTLBinaryArchive, BOOL, archive_write, "serializeToURL:error:", \
+      (, id url, id *error), (, url, error)) \
     M(MTLComputePipelineState, NSUInteger, pipeline_max_threads, "maxTotalThreadsPerThreadgroup", \
       (), ()) \
     M(MTLComputePipelineState, NSUInteger, pipeline_simd_width, "threadExecutionWidth", (), ()) \

@@ -298,6 +298,38 @@ static void wrong_receiver(struct host *h)
     orch_mtl_buffer_length(h->m, h->g->queue);
 }
 
+static id new_of(struct host *h, const char *class)
+{
+    return orch_mtl_class_new(h->m, h->m->objc_getClass(class));
+}
+
+static void undescribed_function(struct host *h)
+{
+    id error = NULL;
+    orch_mtl_device_new_described_pipeline(
+        h->m, h->g->device, new_of(h, "MTLComputePipelineDescriptor"), 0, NULL, &error);
+}
+
+static void archive_not_listed(struct host *h) /* an archive where an array of them belongs */
+{
+    id error = NULL, archive = orch_mtl_device_new_archive(
+                         h->m, h->g->device, new_of(h, "MTLBinaryArchiveDescriptor"), &error);
+    orch_mtl_description_set_archives(h->m, new_of(h, "MTLComputePipelineDescriptor"), archive);
+}
+
+static void path_for_url(struct host *h)
+{
+    id error = NULL, archive = orch_mtl_device_new_archive(
+                         h->m, h->g->device, new_of(h, "MTLBinaryArchiveDescriptor"), &error);
+    orch_mtl_archive_write(h->m, archive, gpu_string(h->g, "/tmp/archive"), &error);
+}
+
+static void archive_of_nothing(struct host *h)
+{
+    id error = NULL;
+    orch_mtl_device_new_archive(h->m, h->g->device, NULL, &error);
+}
+
 static void nil_function(struct host *h)
 {
     char why[256];
@@ -431,6 +463,13 @@ static const struct {
     {"receiver of the wrong class", wrong_receiver,
      "-[MTLCommandQueue length]: unrecognized selector"},
     {"nil function", nil_function, "the function is nil"},
+    {"pipeline description without a function", undescribed_function,
+     "the description has no function"},
+    {"archive where an array belongs", archive_not_listed,
+     "setBinaryArchives:: a MTLBinaryArchive where a NSArray belongs"},
+    {"path where a URL belongs", path_for_url, "a NSString where a NSURL belongs"},
+    {"archive without a description", archive_of_nothing,
+     "newBinaryArchiveWithDescriptor:error:: (nil) is not an object"},
     {"copy behind a buffer", copy_behind, "bytes 4092 to 4100 of a buffer of 4096"},
     {"copy of 6 bytes", copy_odd, "must be multiples of 4"},
     {"overlapping copy", copy_overlapping, "the ranges overlap"},

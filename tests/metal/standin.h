@@ -11,22 +11,30 @@
 
 #include "standin_simt.h"
 
-#define STANDIN_CLASSES(C)      \
-    C(NSObject)                 \
-    C(NSObject_class)           \
-    C(NSString)                 \
-    C(NSString_class)           \
-    C(NSError)                  \
-    C(NSArray)                  \
-    C(MTLDevice)                \
-    C(MTLCompileOptions)        \
-    C(MTLLibrary)               \
-    C(MTLFunction)              \
-    C(MTLComputePipelineState)  \
-    C(MTLCommandQueue)          \
-    C(MTLCommandBuffer)         \
-    C(MTLComputeCommandEncoder) \
-    C(MTLBlitCommandEncoder)    \
+#define STANDIN_CLASSES(C)          \
+    C(NSObject)                     \
+    C(NSObject_class)               \
+    C(NSString)                     \
+    C(NSString_class)               \
+    C(NSError)                      \
+    C(NSURL)                        \
+    C(NSURL_class)                  \
+    C(NSArray)                      \
+    C(NSArray_class)                \
+    C(NSProcessInfo)                \
+    C(NSProcessInfo_class)          \
+    C(MTLDevice)                    \
+    C(MTLCompileOptions)            \
+    C(MTLLibrary)                   \
+    C(MTLFunction)                  \
+    C(MTLComputePipelineState)      \
+    C(MTLComputePipelineDescriptor) \
+    C(MTLBinaryArchive)             \
+    C(MTLBinaryArchiveDescriptor)   \
+    C(MTLCommandQueue)              \
+    C(MTLCommandBuffer)             \
+    C(MTLComputeCommandEncoder)     \
+    C(MTLBlitCommandEncoder)        \
     C(MTLBuffer)
 #define STANDIN_CLASS_INDEX(name) CLASS_##name,
 enum standin_class { STANDIN_CLASSES(STANDIN_CLASS_INDEX) CLASS_COUNT };
@@ -41,7 +49,7 @@ struct object {
     bool used; /* the slot's memory is in use */
 };
 
-struct string { /* NSString and NSError */
+struct string { /* NSString, NSError, NSURL */
     struct object object;
     char *text;
 };
@@ -74,13 +82,27 @@ struct buffer {
 struct library {
     struct object object;
     struct module *module;
-    bool races; /* compiled to check every access */
+    bool races;   /* compiled to check every access */
+    char key[40]; /* of all that it came from */
 };
 
 struct function { /* MTLFunction and MTLComputePipelineState */
     struct object object;
     struct library *library;
     const struct kernel *kernel;
+};
+
+struct description { /* MTLComputePipelineDescriptor */
+    struct object object, *function, *archives;
+};
+
+struct archive_description {
+    struct object object, *url;
+};
+
+struct archive {
+    struct object object;
+    char *lines; /* one for each function whose code it has */
 };
 
 struct queue {
@@ -149,6 +171,7 @@ _Noreturn void standin_stop(const char *format, ...) __attribute__((format(print
 /* What each class does when the last ref and hold are gone. */
 void standin_buffer_free(struct buffer *buffer);
 void standin_library_free(struct library *library);
+void standin_description_free(struct description *description);
 void standin_queue_dying(struct queue *queue); /* refs are 0: pending work runs now */
 void standin_commands_free(struct commands *commands);
 void standin_encoder_dying(struct encoder *encoder);
@@ -172,6 +195,7 @@ enum standin_fault {
     FAULT_queue,
     FAULT_compile,
     FAULT_pipeline,
+    FAULT_archive,
     FAULT_command_buffer,
     FAULT_encoder,
     FAULT_run,
@@ -194,6 +218,10 @@ enum standin_counter {
     COUNT_blits,
     COUNT_compiles,
     COUNT_clang_runs,
+    COUNT_code_compiled,
+    COUNT_code_found,
+    COUNT_archives_written,
+    COUNT_faults,
     COUNT_COUNT
 };
 void standin_count(enum standin_counter counter, long by);

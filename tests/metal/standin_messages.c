@@ -70,10 +70,16 @@ static bool is_new(SEL selector)
     return strcmp(selector->name, "setMathMode:") == 0 && standin_setting("MACOS", 15) < 15;
 }
 
+static bool is_class_object(enum standin_class class)
+{
+    return class == CLASS_NSString_class || class == CLASS_NSURL_class ||
+           class == CLASS_NSArray_class || class == CLASS_NSProcessInfo_class;
+}
+
 static orch_metal_function find(enum standin_class class, SEL selector)
 {
     orch_metal_function f = table[class][selector - selectors];
-    if (!f && class == CLASS_NSString_class) {
+    if (!f && is_class_object(class)) {
         f = table[CLASS_NSObject_class][selector - selectors];
     }
     if (!f) {

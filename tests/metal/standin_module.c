@@ -1,5 +1,5 @@
 /* A compiled program: loads it once per worker, finds its kernels and their threadgroup arrays;
- * and the messages about libraries, functions and pipelines. */
+ * and the messages about libraries and functions, and what pipelines answer. */
 #include "standin.h"
 
 #include <dlfcn.h>
@@ -250,6 +250,7 @@ id standin_device_new_library(id self, SEL command, id source, id options, id *e
         library = standin_new(CLASS_MTLLibrary);
         library->module = module;
         library->races = s.races;
+        snprintf(library->key, sizeof library->key, "%s", strrchr(path, '/') + 1);
     } else {
         unlink(path); /* truncated or foreign: made again next time */
     }
@@ -273,32 +274,6 @@ id standin_library_new_function(id self, SEL command, id name)
         }
     }
     return NULL;
-}
-
-id standin_device_new_pipeline(id self, SEL command, id function, id *error)
-{
-    const char *where = standin_selector(command);
-    standin_expect(self, CLASS_MTLDevice, where);
-    if (!function) {
-        standin_stop("%s: the function is nil: is its name misspelt?", where);
-    }
-    const struct function *f = standin_expect(function, CLASS_MTLFunction, where);
-    if (standin_fails(FAULT_pipeline)) {
-        return failed(error, standin_format("injected fault: no pipeline for %s", f->kernel->name));
-    }
-    if (f->kernel->threadgroup_memory > ORCH_MTL_MAX_THREADGROUP_MEMORY) {
-        return failed(
-            error, standin_format("kernel %s declares %zu bytes of threadgroup memory, the limit "
-                                  "is 32768",
-                                  f->kernel->name, f->kernel->threadgroup_memory));
-    }
-    standin_lock();
-    struct function *pipeline = standin_new(CLASS_MTLComputePipelineState);
-    pipeline->library = f->library;
-    pipeline->kernel = f->kernel;
-    standin_hold(f->library);
-    standin_unlock();
-    return (id)(void *)pipeline;
 }
 
 NSUInteger standin_pipeline_max_threads(id self, SEL command)

@@ -90,6 +90,7 @@ static void destroy(struct object *object)
     switch (object->class) {
     case CLASS_NSString:
     case CLASS_NSError:
+    case CLASS_NSURL:
         free(((struct string *)object)->text);
         break;
     case CLASS_NSArray:
@@ -109,6 +110,17 @@ static void destroy(struct object *object)
     case CLASS_MTLFunction:
     case CLASS_MTLComputePipelineState:
         standin_drop(((struct function *)object)->library);
+        break;
+    case CLASS_MTLComputePipelineDescriptor:
+        standin_description_free((struct description *)object);
+        break;
+    case CLASS_MTLBinaryArchive:
+        free(((struct archive *)object)->lines);
+        break;
+    case CLASS_MTLBinaryArchiveDescriptor:
+        if (((struct archive_description *)object)->url) {
+            standin_release(((struct archive_description *)object)->url);
+        }
         break;
     case CLASS_MTLCommandBuffer:
         standin_commands_free((struct commands *)object);
@@ -264,9 +276,15 @@ id objc_getClass(const char *name)
     static const struct {
         const char *name;
         enum standin_class class, makes;
-    } known[] = {{"NSString", CLASS_NSString_class, CLASS_NSString},
-                 {"NSObject", CLASS_NSObject_class, CLASS_NSObject},
-                 {"MTLCompileOptions", CLASS_NSObject_class, CLASS_MTLCompileOptions}};
+    } known[] = {
+        {"NSString", CLASS_NSString_class, CLASS_NSString},
+        {"NSObject", CLASS_NSObject_class, CLASS_NSObject},
+        {"NSURL", CLASS_NSURL_class, CLASS_NSURL},
+        {"NSArray", CLASS_NSArray_class, CLASS_NSArray},
+        {"NSProcessInfo", CLASS_NSProcessInfo_class, CLASS_NSProcessInfo},
+        {"MTLCompileOptions", CLASS_NSObject_class, CLASS_MTLCompileOptions},
+        {"MTLComputePipelineDescriptor", CLASS_NSObject_class, CLASS_MTLComputePipelineDescriptor},
+        {"MTLBinaryArchiveDescriptor", CLASS_NSObject_class, CLASS_MTLBinaryArchiveDescriptor}};
     static struct object *made[sizeof known / sizeof *known];
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         if (strcmp(name, known[i].name) == 0) {
@@ -287,12 +305,14 @@ id objc_getClass(const char *name)
 id standin_class_new(id self, SEL command)
 {
     const struct object *class = standin_expect(self, CLASS_NSObject, standin_selector(command));
-    if (class->makes != CLASS_MTLCompileOptions) {
+    struct object *object = standin_new(class->makes);
+    if (class->makes == CLASS_MTLCompileOptions) {
+        ((struct options *)object)->fast_math = true; /* Metal's default */
+    } else if (class->makes != CLASS_MTLComputePipelineDescriptor &&
+               class->makes != CLASS_MTLBinaryArchiveDescriptor) {
         standin_stop("+[%s new] is not what the host needs", standin_class_name(class->makes));
     }
-    struct options *options = standin_new(CLASS_MTLCompileOptions);
-    options->fast_math = true; /* Metal's default */
-    return (id)(void *)options;
+    return (id)(void *)object;
 }
 
 static void *text_object(enum standin_class class, const char *text)
@@ -354,6 +374,27 @@ id standin_error_description(id self, SEL command)
 {
     struct string *error = standin_expect(self, CLASS_NSError, standin_selector(command));
     return standin_string(error->text);
+}
+
+id standin_url_of_file(id self, SEL command, id path)
+{
+    const char *where = standin_selector(command);
+    const struct string *text = standin_expect(path, CLASS_NSString, where);
+    standin_expect(self, CLASS_NSURL_class, where);
+    return standin_autorelease(text_object(CLASS_NSURL, text->text));
+}
+
+id standin_array_of(id self, SEL command, id item)
+{
+    const char *where = standin_selector(command);
+    standin_expect(self, CLASS_NSArray_class, where);
+    standin_lock();
+    struct object *object = standin_expect(item, CLASS_NSObject, where);
+    struct array *array = standin_new(CLASS_NSArray);
+    object->refs++;
+    array->items[array->count++] = item;
+    standin_unlock();
+    return standin_autorelease(array);
 }
 
 NSUInteger standin_array_count(id self, SEL command)

@@ -15,23 +15,28 @@
 #define EXPORT __attribute__((visibility("default")))
 
 static const char *const fault_names[FAULT_COUNT] = {
-    [FAULT_alloc] = "alloc",
-    [FAULT_queue] = "queue",
-    [FAULT_compile] = "compile",
-    [FAULT_pipeline] = "pipeline",
-    [FAULT_command_buffer] = "command_buffer",
-    [FAULT_encoder] = "encoder",
-    [FAULT_run] = "run",
-    [FAULT_partial] = "partial",
-    [FAULT_wait] = "wait",
+    [FAULT_alloc] = "alloc",     [FAULT_queue] = "queue",
+    [FAULT_compile] = "compile", [FAULT_pipeline] = "pipeline",
+    [FAULT_archive] = "archive", [FAULT_command_buffer] = "command_buffer",
+    [FAULT_encoder] = "encoder", [FAULT_run] = "run",
+    [FAULT_partial] = "partial", [FAULT_wait] = "wait",
     [FAULT_lost] = "lost",
 };
 static const char *const counter_names[COUNT_COUNT] = {
-    [COUNT_objects_live] = "objects_live", [COUNT_buffers_live] = "buffers_live",
-    [COUNT_bytes_live] = "bytes_live",     [COUNT_buffers_made] = "buffers_made",
-    [COUNT_no_copy] = "no_copy",           [COUNT_command_buffers] = "command_buffers",
-    [COUNT_dispatches] = "dispatches",     [COUNT_blits] = "blits",
-    [COUNT_compiles] = "compiles",         [COUNT_clang_runs] = "clang_runs",
+    [COUNT_objects_live] = "objects_live",
+    [COUNT_buffers_live] = "buffers_live",
+    [COUNT_bytes_live] = "bytes_live",
+    [COUNT_buffers_made] = "buffers_made",
+    [COUNT_no_copy] = "no_copy",
+    [COUNT_command_buffers] = "command_buffers",
+    [COUNT_dispatches] = "dispatches",
+    [COUNT_blits] = "blits",
+    [COUNT_compiles] = "compiles",
+    [COUNT_clang_runs] = "clang_runs",
+    [COUNT_code_compiled] = "code_compiled",
+    [COUNT_code_found] = "code_found",
+    [COUNT_archives_written] = "archives_written",
+    [COUNT_faults] = "faults",
 };
 static long armed[FAULT_COUNT], counters[COUNT_COUNT];
 static bool environment_read, lost;
@@ -87,6 +92,7 @@ bool standin_fails(enum standin_fault fault)
         fails = armed[fault] == -1;
         armed[fault] += armed[fault] < -1;
     }
+    standin_count(COUNT_faults, fails);
     standin_unlock();
     return fails;
 }
@@ -159,6 +165,29 @@ id MTLCopyAllDevices(void)
         array->items[array->count++] = (id)device;
     }
     return (id)(void *)array;
+}
+
+/* The one NSProcessInfo, which nobody owns. */
+id standin_process_info(id self, SEL command)
+{
+    static struct object *process;
+    standin_expect(self, CLASS_NSProcessInfo_class, standin_selector(command));
+    standin_lock();
+    if (!process) {
+        process = standin_new(CLASS_NSProcessInfo);
+        process->refs = 1 << 30;
+        standin_count(COUNT_objects_live, -1);
+    }
+    standin_unlock();
+    return (id)(void *)process;
+}
+
+id standin_process_system(id self, SEL command)
+{
+    char text[64];
+    standin_expect(self, CLASS_NSProcessInfo, standin_selector(command));
+    snprintf(text, sizeof text, "Version %ld.0 (stand-in)", standin_setting("MACOS", 15));
+    return standin_string(text);
 }
 
 id standin_device_name(id self, SEL command)

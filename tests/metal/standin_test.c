@@ -7,6 +7,7 @@
 
 #include <math.h>
 #include <time.h>
+#include <unistd.h>
 
 static const char head[] = "#include <metal_stdlib>\nusing namespace metal;\n";
 
@@ -406,6 +407,93 @@ static void check_storage(struct gpu *g)
     CHECK_INT(g->counter("bytes_live"), 0);
 }
 
+/* ---- Archives -------------------------------------------------------------------------------- */
+
+static const char two_kernels[] =
+    "kernel void one(device float *x [[buffer(0)]]) { x[0] = 1.0f; }\n"
+    "kernel void two(device float *x [[buffer(0)]]) { x[0] = 2.0f; }\n";
+
+static id describe(struct gpu *g, id library, const char *name)
+{
+    id description = orch_mtl_class_new(&g->m, g->m.objc_getClass("MTLComputePipelineDescriptor"));
+    id function = orch_mtl_library_new_function(&g->m, library, gpu_string(g, name));
+    orch_mtl_description_set_function(&g->m, description, function);
+    orch_mtl_object_release(&g->m, function);
+    return description;
+}
+
+static id archive_in(struct gpu *g, id url)
+{
+    id error = NULL,
+       place = orch_mtl_class_new(&g->m, g->m.objc_getClass("MTLBinaryArchiveDescriptor"));
+    orch_mtl_archive_description_set_url(&g->m, place, url);
+    id archive = orch_mtl_device_new_archive(&g->m, g->device, place, &error);
+    CHECK((archive == NULL) == (error != NULL));
+    orch_mtl_object_release(&g->m, place);
+    return archive;
+}
+
+/* Whether a pipeline comes, and how much machine code was compiled for it. */
+static void check_pipeline(struct gpu *g, id description, id archive, NSUInteger options,
+                           bool expected, long compiled)
+{
+    id error = NULL;
+    const long before = g->counter("code_compiled");
+    orch_mtl_description_set_archives(
+        &g->m, description,
+        archive ? orch_mtl_array_of(&g->m, g->m.objc_getClass("NSArray"), archive) : NULL);
+    id pipeline = orch_mtl_device_new_described_pipeline(&g->m, g->device, description, options,
+                                                         NULL, &error);
+    CHECK((pipeline != NULL) == expected && (error != NULL) == !expected);
+    CHECK_INT(g->counter("code_compiled") - before, compiled);
+    if (pipeline) {
+        float y = 0;
+        id buffer = gpu_buffer(g, &y, sizeof y);
+        gpu_run(g, pipeline, 1, &buffer, NULL, 0, gpu_size(1, 1, 1), gpu_size(1, 1, 1));
+        CHECK_NEAR(*(float *)orch_mtl_buffer_contents(&g->m, buffer), 1, 0);
+        orch_mtl_object_release(&g->m, buffer);
+        orch_mtl_object_release(&g->m, pipeline);
+    }
+}
+
+static void check_archives(struct gpu *g)
+{
+    enum { OR_NOT = ORCH_MTL_PIPELINE_FROM_ARCHIVE_OR_NOT };
+    void *pool = g->m.objc_autoreleasePoolPush();
+    char why[256], path[] = "/tmp/standin-archive-XXXXXX", *text = program(two_kernels);
+    id library = gpu_compile(g, text, ORCH_MTL_LANGUAGE_3_1, why, sizeof why), error = NULL;
+    close(mkstemp(path));
+    id url = orch_mtl_url_of_file(&g->m, g->m.objc_getClass("NSURL"), gpu_string(g, path));
+    id one = describe(g, library, "one"), two = describe(g, library, "two");
+    CHECK(archive_in(g, url) == NULL); /* an empty file is no archive */
+    id archive = archive_in(g, NULL);
+    check_pipeline(g, one, NULL, 0, true, 1);
+    check_pipeline(g, one, archive, OR_NOT, false, 0);
+    check_pipeline(g, one, archive, 0, true, 1);
+    CHECK(orch_mtl_archive_add(&g->m, archive, two, &error));
+    check_pipeline(g, one, archive, OR_NOT, false, 0); /* the other function's code */
+    CHECK(orch_mtl_archive_add(&g->m, archive, one, &error));
+    check_pipeline(g, one, archive, OR_NOT, true, 0);
+    CHECK(orch_mtl_archive_write(&g->m, archive, url, &error) && !error);
+    orch_mtl_object_release(&g->m, archive);
+    archive = archive_in(g, url);
+    check_pipeline(g, one, archive, OR_NOT, true, 0);
+    setenv("METAL_STANDIN_FAMILY", "6", 1); /* the same text on another GPU */
+    id other = gpu_compile(g, text, ORCH_MTL_LANGUAGE_3_1, why, sizeof why);
+    unsetenv("METAL_STANDIN_FAMILY");
+    id of_other = describe(g, other, "one");
+    check_pipeline(g, of_other, archive, OR_NOT, false, 0);
+    CHECK_INT(truncate(path, 60), 0);
+    CHECK(archive_in(g, url) == NULL);
+    const id objects[] = {one, two, of_other, archive, library, other};
+    for (size_t i = 0; i < sizeof objects / sizeof *objects; i++) {
+        orch_mtl_object_release(&g->m, objects[i]);
+    }
+    unlink(path);
+    free(text);
+    g->m.objc_autoreleasePoolPop(pool);
+}
+
 static NSUInteger run_empty(struct gpu *g, id *error)
 {
     id commands = orch_mtl_queue_command_buffer(&g->m, g->queue);
@@ -489,6 +577,7 @@ int main(void)
     }
     check_storage(g);
     check_device(g);
+    check_archives(g);
     check_faults(g);
     CHECK_INT(gpu_close(g), 0);
     return check_report("standin_test");
