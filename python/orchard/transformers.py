@@ -17,21 +17,26 @@ few numbers as possible who sees whom; `attention` is called by every layer and 
 The last dimension of the middle three is repeated without memory: its size carries the sliding
 window w (0: none) through models and compilers that pass masks on without looking. They have four
 dimensions because Transformers passes those on, and makes something of its own of all others. Only
-the last form can cost memory of T x S, and only where a model's mask is none of the others.
+the last form can cost memory of T x S, and only where a model's mask is none of the others, or where
+Transformers does not vouch for the model: some compute attention themselves with the mask they get
+(BLOOM, MPNet), some decoders say is_causal=False (NLLB-MoE). These get the mask of "eager".
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import threading
+import warnings
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import (bidirectional_mask_function, causal_mask_function,
-                                            sdpa_mask)
+                                            eager_mask, sdpa_mask)
 except ImportError as _why:
     raise ImportError("orchard.transformers needs Transformers with its mask interface (5.22 is "
                       f"tested), which cannot be imported: {_why}") from None
@@ -149,9 +154,51 @@ def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int) -> Optio
     return form
 
 
-def mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
+def _vouched(module: Any) -> Optional[bool]:
+    """Whether some model of this module is said to follow the attention interface; None: it makes
+    no masks by Transformers' functions."""
+    values = list(vars(module).values())
+    if not any(inspect.isfunction(one) and one.__module__ == sdpa_mask.__module__
+               for one in values):
+        return None
+    return any(one._supports_sdpa or one._supports_attention_backend for one in values
+               if inspect.isclass(one) and issubclass(one, PreTrainedModel))
+
+
+@functools.lru_cache(maxsize=None)
+def _unsure(config_class: type) -> bool:
+    """Whether only the mask of "eager" is sure to be understood by the models of a configuration.
+    Transformers asks whether a model follows the interface only in set_attn_implementation, not
+    while it is made or loaded."""
+    for one in config_class.__mro__:
+        package = one.__module__.rpartition(".")[0]
+        if package in ("", "transformers"):
+            continue
+        found = [_vouched(module) for name, module in list(sys.modules.items())
+                 if name.startswith(package + ".modeling_")]
+        if False in found:
+            warnings.warn(f"orchard.transformers: Transformers does not say that the models of "
+                          f"{one.__name__} follow its attention interface: they get the masks of "
+                          '"eager"; orchard.transformers.doctor(model) tells what calls Orchard')
+        if False in found or True in found:
+            return False in found
+    return False
+
+
+@torch.compiler.assume_constant_result  # which torch.compile does not see through a cache
+def _eager_masks(config_class: type) -> bool:
+    return _unsure(config_class)
+
+
+def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
     """Transformers' mask interface: one of the forms above, the smallest that says enough."""
-    made = _mask(*args, **kwargs)
+    if config is not None and _eager_masks(type(config)):
+        _because("this model may not follow Transformers' attention interface")
+        # Never None: some of these encoders do not say is_causal=False.
+        made = eager_mask(*args, **{**kwargs, "config": config,
+                                    "allow_is_bidirectional_skip": False})
+    else:
+        made = _mask(*args, config=config, **kwargs)
     if made is not None and not torch.compiler.is_compiling() and _listening.calls is not None:
         _listening.whys[id(made)] = (made, _listening.why)
     return made
@@ -392,7 +439,9 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
     lines = [f'{type(model).__name__}: attn_implementation "{chosen}", {len(layers)} attention '
              f"layers by Orchard"]
     if not layers:
-        lines.append('  no layer calls Orchard: model.set_attn_implementation("orchard")')
+        lines.append("  no layer calls Orchard: " + (
+            "this model computes its attention itself" if chosen == NAME else
+            f'model.set_attn_implementation("{NAME}")'))
     width = max(len(probe) for probe in probes)
     for name, module in model.named_modules():
         if name in layers:

@@ -299,6 +299,39 @@ def test_dropout_in_other_models(name):
     assert train(model, 2, 1, padded=False) != first[:2]
 
 
+# ---- Models for which Transformers does not vouch ------------------------------------------------
+
+OTHERS = dict(vocab_size=61, hidden_size=32, num_hidden_layers=1, intermediate_size=48,
+              num_attention_heads=4)
+
+
+@pytest.mark.parametrize("name, calls, config", [
+    ("BloomForCausalLM", False, lambda: T.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1,
+                                                      n_head=4)),
+    ("MPNetForMaskedLM", False, lambda: T.MPNetConfig(**OTHERS)),
+    ("SplinterModel", True, lambda: T.SplinterConfig(**OTHERS)),  # does not say is_causal=False
+])
+def test_models_that_may_not_follow_the_interface(name, calls, config):
+    torch.manual_seed(3)
+    eager, ours = (getattr(T, name)._from_config(config(), attn_implementation=one).eval()
+                   for one in ("eager", "orchard"))
+    for parameter in eager.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    ours.load_state_dict(eager.state_dict())
+    ids = tokens(3, 14)
+    with torch.no_grad(), pytest.warns(UserWarning, match="does not say that the models of"):
+        orchard_transformers._unsure.cache_clear()
+        same(eager(ids)[0], ours(ids)[0])
+    with torch.no_grad():
+        for side in ("right", "left"):
+            keys = padding(side)
+            same(eager(ids, attention_mask=keys)[0], ours(ids, attention_mask=keys)[0], keys)
+    lines = orchard_transformers.doctor(ours, input_ids=ids)
+    assert calls == ("no layer calls Orchard: this model computes its attention itself"
+                     not in lines[1])
+
+
 # ---- Encoders, and encoders with decoders --------------------------------------------------------
 
 def test_bert(watch):
