@@ -37,6 +37,7 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import (bidirectional_mask_function, causal_mask_function,
                                             eager_mask, sdpa_mask)
+    from transformers.utils.import_utils import is_tracing
 except ImportError as _why:
     raise ImportError("orchard.transformers needs Transformers with its mask interface (5.22 is "
                       f"tested), which cannot be imported: {_why}") from None
@@ -99,6 +100,12 @@ def _heard(module: torch.nn.Module, query: Tensor, key: Tensor, given: Optional[
 
 # ---- Masks ---------------------------------------------------------------------------------------
 
+def _blind(tensor: Optional[Tensor]) -> bool:
+    """Whether a graph is being made or there are no values (FakeTensor): then nothing may depend on
+    the values of masks."""
+    return torch.compiler.is_compiling() or is_tracing(tensor)
+
+
 def _cell(function: Any, name: str) -> Any:
     """A variable that a function made by Transformers' mask factories remembers."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
@@ -141,7 +148,7 @@ def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int) -> Optio
     """The shortest form for causal attention to the keys that count, keys [B, width] bool."""
     exact = keys.shape[1] == kv_length
     form = _with_window(keys.view(torch.uint8), window)
-    if torch.compiler.is_compiling():  # a compiled graph cannot look at values
+    if _blind(keys):
         return form
     whole, right = torch.stack([keys.all(), (keys[:, :-1] >= keys[:, 1:]).all()]).tolist()
     if whole and exact and window == 0:
@@ -197,6 +204,9 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
         # Never None: some of these encoders do not say is_causal=False.
         made = eager_mask(*args, **{**kwargs, "config": config,
                                     "allow_is_bidirectional_skip": False})
+    elif torch.jit.is_tracing():  # a trace would keep what its example's lengths and padding said
+        made = sdpa_mask(*args, **{**kwargs, "config": config, "allow_is_causal_skip": False,
+                                   "allow_is_bidirectional_skip": False})
     else:
         made = _mask(*args, config=config, **kwargs)
     if made is not None and not torch.compiler.is_compiling() and _listening.calls is not None:
@@ -209,7 +219,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
           local_size: Optional[int] = None, allow_is_causal_skip: bool = True,
           allow_is_bidirectional_skip: bool = False, config: Any = None, device: Any = "cpu",
           **kwargs: Any) -> Optional[Tensor]:
-    compiling = torch.compiler.is_compiling()
+    blind = _blind(attention_mask)
     window = 0
     # Other overlays than the sliding window have a local size too.
     causal = allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None
@@ -217,13 +227,13 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         causal = causal and local_size == getattr(config, "sliding_window", None)
         if local_size < kv_length:
             window = local_size
-    if not compiling and attention_mask is None and kv_length == q_length:
+    if not blind and attention_mask is None and kv_length == q_length:
         sequence = _packed(mask_function, local_size or 0)
         if sequence is not None:
             _because("position_ids start anew: packed sequences")
             return _boundaries(sequence, window)
     known = q_offset + q_length - kv_offset  # keys up to the last query: a tensor in static caches
-    if isinstance(known, Tensor) and not compiling:
+    if isinstance(known, Tensor) and not blind:
         known = int(known)
     if causal and attention_mask is not None:
         keys = attention_mask[:, kv_offset:kv_offset + kv_length]
@@ -237,7 +247,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         lengths = torch.as_tensor(known, device=device).to(torch.int32).reshape(1, 1)
         return _with_window(lengths.expand(batch_size, 1), window)
     if mask_function is bidirectional_mask_function:
-        if attention_mask is None or (not compiling and bool(attention_mask.all())):
+        if attention_mask is None or (not blind and bool(attention_mask.all())):
             if allow_is_bidirectional_skip:
                 return None
         elif attention_mask.shape[1] == kv_length:
@@ -321,7 +331,7 @@ def _path(options: Dict[str, Any], causal: bool) -> str:
 def _check_unpadded(options: Dict[str, Any], keys: int) -> None:
     """Takes what says no more than "every key" out of the options; refuses what says less."""
     lengths = options.pop("key_lengths", None)
-    if "attn_mask" in options or (lengths is not None and not torch.compiler.is_compiling()
+    if "attn_mask" in options or (lengths is not None and not _blind(lengths)
                                   and bool((lengths < keys).any())):
         raise ArgumentError("orchard.transformers: cu_seq_lens_q came together with padding; a "
                             "packed batch has none, so leave attention_mask out")

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import orchard.transformers as orchard_transformers
 from orchard import OrchardError
@@ -395,6 +396,36 @@ def test_compiled_whole():
 
 
 # ---- Custom masks, refusals, switching -----------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["mistral", "bert"])
+def test_traced_without_padding_used_with_it(name):
+    """torch.jit.trace must not remember what the mask of its example looked like."""
+    torch.manual_seed(3)
+    model = pair(name)[1] if name in MODELS else T.BertForMaskedLM._from_config(
+        T.BertConfig(**OTHERS), attn_implementation="orchard").eval()
+
+    class Call(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, keys):
+            more = {} if name == "bert" else {"use_cache": False}
+            return self.model(ids, attention_mask=keys, **more).logits
+    call, short, ids = Call(), tokens(3, 5), tokens(3, 14)
+    with torch.no_grad():
+        traced = torch.jit.trace(call, (short, torch.ones_like(short)), check_trace=False)
+        for keys in (padding("right"), padding("left"), torch.ones_like(ids)):
+            same(call(ids, keys), traced(ids, keys), keys)
+
+
+def test_fake_tensors():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros(2, 7, dtype=torch.int64)
+        model = T.LlamaForCausalLM._from_config(T.LlamaConfig(**LLAMA),
+                                                attn_implementation="orchard")
+        assert model(ids, attention_mask=torch.ones_like(ids)).logits.shape == (2, 7, 61)
+
 
 def test_masks_of_the_users_own():
     eager, ours = pair("llama")
