@@ -337,6 +337,15 @@ def _check_unpadded(options: Dict[str, Any], keys: int) -> None:
                             "packed batch has none, so leave attention_mask out")
 
 
+def _chosen(given: Optional[Tensor], indices: Tensor, keys: int, crop: int) -> Tensor:
+    """A mask that leaves each query the keys of `indices` [B,T,n], as sparse attention chose them."""
+    seen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
+    seen = seen.scatter(-1, indices.long(), True)[:, None, :, :crop]
+    if given is None:
+        return seen
+    return given & seen if given.dtype == torch.bool else given.masked_fill(~seen, float("-inf"))
+
+
 def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
               attention_mask: Optional[Tensor], dropout: float = 0.0,
               scaling: Optional[float] = None, is_causal: Optional[bool] = None,
@@ -344,6 +353,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
               s_aux: Optional[Tensor] = None, cu_seq_lens_q: Optional[Tensor] = None,
               cu_seq_lens_k: Optional[Tensor] = None, max_length_q: Optional[int] = None,
               max_length_k: Optional[int] = None, cache: Any = None,
+              indices: Optional[Tensor] = None, block_indices: Optional[Tensor] = None,
               **kwargs: Any) -> Tuple[Tensor, None]:
     """Transformers' attention interface. query [B,H,T,D], key, value [B,G,S,D]; out [B,T,H,D].
 
@@ -353,6 +363,9 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
     if cache is not None:
         raise UnsupportedError("orchard.transformers: continuous batching hands over a paged cache "
                                '(cache=...), which "orchard" does not read; use "sdpa"')
+    if block_indices is not None:
+        raise UnsupportedError("orchard.transformers: this model chooses blocks of keys "
+                               '(block_indices=...), which "orchard" does not read; use "sdpa"')
     length, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options = _options(attention_mask, length, keys)
@@ -369,6 +382,11 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         position_bias = None if position_bias is None else position_bias[..., :crop]
     options.update(bias=position_bias, softcap=softcap, sinks=s_aux)
     given = options.pop("attn_mask", None)
+    if indices is not None:
+        if "cu_seqlens_q" in options:
+            raise UnsupportedError("orchard.transformers: packed sequences together with chosen "
+                                   'keys (indices=...); use "sdpa"')
+        given = _chosen(given, indices, keys, crop)
     if given is not None and given.dtype != torch.bool and position_bias is not None:
         options["bias"], given = position_bias + given, None  # both additive
     if "cu_seqlens_q" in options:

@@ -300,6 +300,30 @@ def test_dropout_in_other_models(name):
     assert train(model, 2, 1, padded=False) != first[:2]
 
 
+# ---- Sparse attention ----------------------------------------------------------------------------
+
+def test_keys_chosen_by_an_indexer():
+    torch.manual_seed(3)
+    config = T.DeepseekV32Config(**dict(LLAMA, num_key_value_heads=4), q_lora_rank=16,
+                                 kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+                                 v_head_dim=12, n_routed_experts=2, moe_intermediate_size=16,
+                                 first_k_dense_replace=2, n_group=1, topk_group=1,
+                                 num_experts_per_tok=1, index_topk=3, index_n_heads=2,
+                                 index_head_dim=16)
+    eager = T.DeepseekV32ForCausalLM(config).eval()
+    for parameter in eager.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("orchard")
+    ids = tokens(3, 14)
+    for keys in (torch.ones_like(ids), padding("left")):
+        same(logits(eager, ids, attention_mask=keys), logits(ours, ids, attention_mask=keys), keys)
+    made = [model.generate(ids, max_new_tokens=4, do_sample=False) for model in (eager, ours)]
+    assert torch.equal(*made)
+
+
 # ---- Models for which Transformers does not vouch ------------------------------------------------
 
 OTHERS = dict(vocab_size=61, hidden_size=32, num_hidden_layers=1, intermediate_size=48,
@@ -449,6 +473,17 @@ def test_refusals():
     with pytest.raises(OrchardError, match="several rows"):
         orchard_transformers.attention(module, two, two, two, None, cu_seq_lens_q=cu,
                                        cu_seq_lens_k=cu, position_bias=torch.zeros(2, 2, 4, 4))
+
+
+@pytest.mark.parametrize("words, given", [
+    ("chooses blocks of keys", {"block_indices": torch.zeros(1, 1, 4, 1)}),
+    ("packed sequences together with chosen keys", {
+        "indices": torch.zeros(1, 4, 1, dtype=torch.int32),
+        "cu_seq_lens_q": torch.tensor([0, 4]), "cu_seq_lens_k": torch.tensor([0, 4])})])
+def test_choices_that_are_refused(words, given):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match=words):
+        orchard_transformers.attention(torch.nn.Module(), q, q, q, None, **given)
 
 
 def test_packing_and_padding_together_are_refused():
