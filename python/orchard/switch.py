@@ -144,10 +144,13 @@ def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout_p: Any, is_cau
         return "shapes that torch broadcasts or refuses"
     if query.shape[-1] > _LARGEST_HEAD or value.shape[-1] > _LARGEST_HEAD:
         return f"a head size above {_LARGEST_HEAD}"
-    if not isinstance(dropout_p, (int, float, torch.SymFloat)) or not 0 <= dropout_p <= 1:
-        return "a dropout_p that torch refuses"
+    if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
+        return "an is_causal or enable_gqa that torch refuses"
+    if not isinstance(dropout_p, (int, float, torch.SymFloat)) or not 0 <= dropout_p <= 1 or (
+            dropout_p is True):
+        return "a dropout_p that is no number, or that torch refuses"
     if scale is not None and (not isinstance(scale, (int, float, torch.SymFloat))
-                              or not math.isfinite(scale)):
+                              or isinstance(scale, bool) or not math.isfinite(scale)):
         return "a scale that is not a finite number"
     return None if mask is None else _why_not_mask(mask, query, key, is_causal, autocast)
 

@@ -17,21 +17,27 @@ few numbers as possible who sees whom; `attention` is called by every layer and 
 The last dimension of the middle three is repeated without memory: its size carries the sliding
 window w (0: none) through models and compilers that pass masks on without looking. They have four
 dimensions because Transformers passes those on, and makes something of its own of all others. Only
-the last form can cost memory of T x S, and only where a model's mask is none of the others.
+the last form can cost memory of T x S, and only where a model's mask is none of the others, or where
+Transformers does not vouch for the model: some compute attention themselves with the mask they get
+(BLOOM, MPNet), some decoders say is_causal=False (NLLB-MoE). These get the mask of "eager".
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import threading
+import warnings
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import (bidirectional_mask_function, causal_mask_function,
-                                            sdpa_mask)
+                                            eager_mask, sdpa_mask)
+    from transformers.utils.import_utils import is_tracing
 except ImportError as _why:
     raise ImportError("orchard.transformers needs Transformers with its mask interface (5.22 is "
                       f"tested), which cannot be imported: {_why}") from None
@@ -94,6 +100,12 @@ def _heard(module: torch.nn.Module, query: Tensor, key: Tensor, given: Optional[
 
 # ---- Masks ---------------------------------------------------------------------------------------
 
+def _blind(tensor: Optional[Tensor]) -> bool:
+    """Whether a graph is being made or there are no values (FakeTensor): then nothing may depend on
+    the values of masks."""
+    return torch.compiler.is_compiling() or is_tracing(tensor)
+
+
 def _cell(function: Any, name: str) -> Any:
     """A variable that a function made by Transformers' mask factories remembers."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
@@ -136,7 +148,7 @@ def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int) -> Optio
     """The shortest form for causal attention to the keys that count, keys [B, width] bool."""
     exact = keys.shape[1] == kv_length
     form = _with_window(keys.view(torch.uint8), window)
-    if torch.compiler.is_compiling():  # a compiled graph cannot look at values
+    if _blind(keys):
         return form
     whole, right = torch.stack([keys.all(), (keys[:, :-1] >= keys[:, 1:]).all()]).tolist()
     if whole and exact and window == 0:
@@ -149,9 +161,54 @@ def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int) -> Optio
     return form
 
 
-def mask(*args: Any, **kwargs: Any) -> Optional[Tensor]:
+def _vouched(module: Any) -> Optional[bool]:
+    """Whether some model of this module is said to follow the attention interface; None: it makes
+    no masks by Transformers' functions."""
+    values = list(vars(module).values())
+    if not any(inspect.isfunction(one) and one.__module__ == sdpa_mask.__module__
+               for one in values):
+        return None
+    return any(one._supports_sdpa or one._supports_attention_backend for one in values
+               if inspect.isclass(one) and issubclass(one, PreTrainedModel))
+
+
+@functools.lru_cache(maxsize=None)
+def _unsure(config_class: type) -> bool:
+    """Whether only the mask of "eager" is sure to be understood by the models of a configuration.
+    Transformers asks whether a model follows the interface only in set_attn_implementation, not
+    while it is made or loaded."""
+    for one in config_class.__mro__:
+        package = one.__module__.rpartition(".")[0]
+        if package in ("", "transformers"):
+            continue
+        found = [_vouched(module) for name, module in list(sys.modules.items())
+                 if name.startswith(package + ".modeling_")]
+        if False in found:
+            warnings.warn(f"orchard.transformers: Transformers does not say that the models of "
+                          f"{one.__name__} follow its attention interface: they get the masks of "
+                          '"eager"; orchard.transformers.doctor(model) tells what calls Orchard')
+        if False in found or True in found:
+            return False in found
+    return False
+
+
+@torch.compiler.assume_constant_result  # which torch.compile does not see through a cache
+def _eager_masks(config_class: type) -> bool:
+    return _unsure(config_class)
+
+
+def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
     """Transformers' mask interface: one of the forms above, the smallest that says enough."""
-    made = _mask(*args, **kwargs)
+    if config is not None and _eager_masks(type(config)):
+        _because("this model may not follow Transformers' attention interface")
+        # Never None: some of these encoders do not say is_causal=False.
+        made = eager_mask(*args, **{**kwargs, "config": config,
+                                    "allow_is_bidirectional_skip": False})
+    elif torch.jit.is_tracing():  # a trace would keep what its example's lengths and padding said
+        made = sdpa_mask(*args, **{**kwargs, "config": config, "allow_is_causal_skip": False,
+                                   "allow_is_bidirectional_skip": False})
+    else:
+        made = _mask(*args, config=config, **kwargs)
     if made is not None and not torch.compiler.is_compiling() and _listening.calls is not None:
         _listening.whys[id(made)] = (made, _listening.why)
     return made
@@ -162,7 +219,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
           local_size: Optional[int] = None, allow_is_causal_skip: bool = True,
           allow_is_bidirectional_skip: bool = False, config: Any = None, device: Any = "cpu",
           **kwargs: Any) -> Optional[Tensor]:
-    compiling = torch.compiler.is_compiling()
+    blind = _blind(attention_mask)
     window = 0
     # Other overlays than the sliding window have a local size too.
     causal = allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None
@@ -170,13 +227,13 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         causal = causal and local_size == getattr(config, "sliding_window", None)
         if local_size < kv_length:
             window = local_size
-    if not compiling and attention_mask is None and kv_length == q_length:
+    if not blind and attention_mask is None and kv_length == q_length:
         sequence = _packed(mask_function, local_size or 0)
         if sequence is not None:
             _because("position_ids start anew: packed sequences")
             return _boundaries(sequence, window)
     known = q_offset + q_length - kv_offset  # keys up to the last query: a tensor in static caches
-    if isinstance(known, Tensor) and not compiling:
+    if isinstance(known, Tensor) and not blind:
         known = int(known)
     if causal and attention_mask is not None:
         keys = attention_mask[:, kv_offset:kv_offset + kv_length]
@@ -190,7 +247,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         lengths = torch.as_tensor(known, device=device).to(torch.int32).reshape(1, 1)
         return _with_window(lengths.expand(batch_size, 1), window)
     if mask_function is bidirectional_mask_function:
-        if attention_mask is None or (not compiling and bool(attention_mask.all())):
+        if attention_mask is None or (not blind and bool(attention_mask.all())):
             if allow_is_bidirectional_skip:
                 return None
         elif attention_mask.shape[1] == kv_length:
@@ -274,10 +331,19 @@ def _path(options: Dict[str, Any], causal: bool) -> str:
 def _check_unpadded(options: Dict[str, Any], keys: int) -> None:
     """Takes what says no more than "every key" out of the options; refuses what says less."""
     lengths = options.pop("key_lengths", None)
-    if "attn_mask" in options or (lengths is not None and not torch.compiler.is_compiling()
+    if "attn_mask" in options or (lengths is not None and not _blind(lengths)
                                   and bool((lengths < keys).any())):
         raise ArgumentError("orchard.transformers: cu_seq_lens_q came together with padding; a "
                             "packed batch has none, so leave attention_mask out")
+
+
+def _chosen(given: Optional[Tensor], indices: Tensor, keys: int, crop: int) -> Tensor:
+    """A mask that leaves each query the keys of `indices` [B,T,n], as sparse attention chose them."""
+    seen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
+    seen = seen.scatter(-1, indices.long(), True)[:, None, :, :crop]
+    if given is None:
+        return seen
+    return given & seen if given.dtype == torch.bool else given.masked_fill(~seen, float("-inf"))
 
 
 def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -287,6 +353,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
               s_aux: Optional[Tensor] = None, cu_seq_lens_q: Optional[Tensor] = None,
               cu_seq_lens_k: Optional[Tensor] = None, max_length_q: Optional[int] = None,
               max_length_k: Optional[int] = None, cache: Any = None,
+              indices: Optional[Tensor] = None, block_indices: Optional[Tensor] = None,
               **kwargs: Any) -> Tuple[Tensor, None]:
     """Transformers' attention interface. query [B,H,T,D], key, value [B,G,S,D]; out [B,T,H,D].
 
@@ -296,6 +363,9 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
     if cache is not None:
         raise UnsupportedError("orchard.transformers: continuous batching hands over a paged cache "
                                '(cache=...), which "orchard" does not read; use "sdpa"')
+    if block_indices is not None:
+        raise UnsupportedError("orchard.transformers: this model chooses blocks of keys "
+                               '(block_indices=...), which "orchard" does not read; use "sdpa"')
     length, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options = _options(attention_mask, length, keys)
@@ -312,6 +382,11 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         position_bias = None if position_bias is None else position_bias[..., :crop]
     options.update(bias=position_bias, softcap=softcap, sinks=s_aux)
     given = options.pop("attn_mask", None)
+    if indices is not None:
+        if "cu_seqlens_q" in options:
+            raise UnsupportedError("orchard.transformers: packed sequences together with chosen "
+                                   'keys (indices=...); use "sdpa"')
+        given = _chosen(given, indices, keys, crop)
     if given is not None and given.dtype != torch.bool and position_bias is not None:
         options["bias"], given = position_bias + given, None  # both additive
     if "cu_seqlens_q" in options:
@@ -392,7 +467,9 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
     lines = [f'{type(model).__name__}: attn_implementation "{chosen}", {len(layers)} attention '
              f"layers by Orchard"]
     if not layers:
-        lines.append('  no layer calls Orchard: model.set_attn_implementation("orchard")')
+        lines.append("  no layer calls Orchard: " + (
+            "this model computes its attention itself" if chosen == NAME else
+            f'model.set_attn_implementation("{NAME}")'))
     width = max(len(probe) for probe in probes)
     for name, module in model.named_modules():
         if name in layers:

@@ -49,6 +49,7 @@ class FlashAttnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
                 causal: bool) -> Tuple[Tensor, Tensor]:
+        flash_ops.check_tensors(q=q, k=k, v=v)
         check_devices(q, k, v)
         flash_ops.checked(q, k, v, scale, dropout_p, causal)
         tell(f"{FORWARD} Shapes: q={q.shape}, scale={scale}, dropout={dropout_p}, causal={causal}")

@@ -39,6 +39,7 @@ def flash_attn_bwd(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     is faster.
     """
     call = checked(q, k, v, scale, dropout_p, causal)
+    check_tensors(grad_out=grad_out)
     if grad_out.shape != out_shape(q, v):
         raise ValueError(f"flash_attn_bwd: grad_out has shape {list(grad_out.shape)}, out has "
                          f"{list(out_shape(q, v))}")
@@ -113,8 +114,16 @@ def differentiate(needs: int, dout: Tensor, dlse: Optional[Tensor], out: Tensor,
 
 # ---- Between the two signatures ------------------------------------------------------------------
 
+def check_tensors(**given: object) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or x.is_nested:
+            kind = "nested tensor" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"flash_attn: {name} is a {kind}, must be a dense tensor")
+
+
 def checked(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
             causal: bool) -> Call:
+    check_tensors(q=q, k=k, v=v)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0,1), got {dropout_p}")
     if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():

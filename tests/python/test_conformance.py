@@ -187,6 +187,12 @@ def test_status_json_and_page(tmp_path, monkeypatch, capsys):
     assert main(["--target", "planted_attention:honest", *words]) == 1
     assert json.loads(file.read_text())["cases"][0]["outcome"] == "wrong"
     assert main(["--target", "no_such_module:f"]) == 2
+    capsys.readouterr()
+    assert main(["--target", "math:pi"]) == 2
+    assert capsys.readouterr().err == ("conformance: target 'math:pi' is 3.141592653589793, not a "
+                                       "function\n")
+    assert main(["--target", "tensorflow"]) == 2
+    assert capsys.readouterr().err.startswith("conformance: target 'tensorflow' is none of torch,")
     assert main(["--target", "torch", "--only", "no such case"]) == 2
     assert "no case contains" in capsys.readouterr().err
     assert main(["--list"]) == 0

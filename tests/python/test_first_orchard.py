@@ -531,6 +531,12 @@ def test_errors():
         orchard_ops.flash_attn_fwd(q[0], q, q, 1.0, 0.0, False)
     with pytest.raises(TypeError, match="q is int64, must be float64, float32"):
         orchard_ops.flash_attn_fwd(*[q.long()] * 3, 1.0, 0.0, False)
+    for way in (orchard_ops.flash_attn_fwd, orchard_bridge.flash_attn):
+        with pytest.raises(TypeError, match="k is a NoneType, must be a dense tensor"):
+            way(q, None, q, 1.0)
+        nested = torch.nested.nested_tensor([q, q[:1]])
+        with pytest.raises(TypeError, match="q is a nested tensor, must be a dense tensor"):
+            way(nested, nested, nested, 1.0)
 
 
 def test_nothing_is_copied_to_become_shared():

@@ -244,6 +244,8 @@ PASSED = {
     "mask rank 1": ("broadcast", lambda: qkv(2, 3, 7, 8), {"attn_mask": torch.zeros(7)}),
     "integer mask": ("dtype", lambda: qkv(2, 3, 7, 8), {"attn_mask": torch.zeros(7, 7).long()}),
     "dropout 2": ("dropout", lambda: qkv(2, 3, 7, 8), {"dropout_p": 2.0}),
+    "dropout True": ("dropout", lambda: qkv(2, 3, 7, 8), {"dropout_p": True}),
+    "scale True": ("scale", lambda: qkv(2, 3, 7, 8), {"scale": True}),
     "scale nan": ("scale", lambda: qkv(2, 3, 7, 8), {"scale": float("nan")}),
     "no tensor": ("no tensor", lambda: [1, 2, 3], {}),
     "sparse": ("strided", lambda: [t.detach().to_sparse() for t in qkv(2, 3, 7, 8)], {}),
@@ -272,6 +274,12 @@ def test_passed_through_as_torch_does_it(case):
             assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(expected))
     else:
         assert found == expected
+
+
+@pytest.mark.parametrize("name, value", [("is_causal", 1), ("enable_gqa", torch.tensor(True))])
+def test_what_is_no_bool_is_refused_as_by_torch(name, value):
+    with switch.enable(), pytest.raises(TypeError, match=f"{name}.*must be bool, not"):
+        F.scaled_dot_product_attention(*qkv(2, 3, 7, 8), **{name: value})
 
 
 def test_nested_tensors_pass():

@@ -158,16 +158,17 @@ def test_errors_inside_compiled_code_are_sentences():
         call(*leaves())
 
 
-def test_func_transforms_are_not_lost():
+@pytest.mark.parametrize("name", ["grad", "vmap", "vmap of grad"])
+def test_func_transforms_are_not_lost(name):
     """Compiled, torch.func.grad would see a call without gradient: refused, or run uncompiled."""
     q, k, v = (x.detach() for x in leaves())
-
-    def gradient(x):
-        return torch.func.grad(lambda y: attention(y, k, v).square().sum())(x)
-
-    expected = gradient(q)
+    gradient = torch.func.grad(lambda x: attention(x, k, v).square().sum())
+    call = {"grad": gradient, "vmap": torch.vmap(lambda x: attention(x, k, v)),
+            "vmap of grad": torch.vmap(gradient)}[name]
+    x = q if name == "grad" else torch.stack([q, 2 * q])
+    expected = call(x)
     assert expected.abs().max() > 0
-    assert torch.equal(torch.compile(gradient, backend="aot_eager")(q), expected)
+    assert torch.equal(torch.compile(lambda x: call(x), backend="aot_eager")(x), expected)
     torch._dynamo.reset()
     with pytest.raises(Exception, match="torch.func"):
-        torch.compile(gradient, backend="aot_eager", fullgraph=True)(q)
+        torch.compile(lambda x: call(x), backend="aot_eager", fullgraph=True)(x)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 import orchard
 from orchard import _library
@@ -52,6 +53,8 @@ CASES = [
     (lambda: call(window=(1.5, 2)), "Argument", "window is 1.5, must be an integer"),
     (lambda: call(window=(-2, 0)), "Argument", "window is (-2, 0)"),
     (lambda: call(window=(2 ** 70, 0)), "Argument", "64 bits"),
+    (lambda: call(attn_mask=causal_lower_right(4, 5)), "Shape",
+     "causal_lower_right(4, 5), there are 5 queries and 5 keys"),
     (lambda: call(causal_alignment="middle"), "Argument", '"top_left" or "bottom_right"'),
     (lambda: call(causal_alignment=1), "Argument", "causal_alignment is 1"),
     (lambda: call(causal_alignment=[]), "Argument", "causal_alignment is []"),

@@ -45,6 +45,9 @@ VMAPS = {
                       (rand(N, 2, 4, 5, 6), rand(N, 4))),
     "lengths": lambda: (lambda q, n: attention(q, q, q, key_lengths=n), (0, 0),
                         (rand(N, 2, 4, 5, 6), torch.tensor([[1, 5], [0, 2], [3, 4]]))),
+    "lengths_shared": lambda: (lambda q, n, a: attention(q, q, q, key_lengths=n, alibi_slopes=a),
+                               (0, None, None),
+                               (rand(N, 1, 4, 5, 6), torch.tensor([3]), rand(1, 4))),
     "packed": lambda: (lambda q: attention(q, q, q, cu_seqlens_q=torch.tensor([0, 3, 7]),
                                            cu_seqlens_k=torch.tensor([0, 3, 7]), max_seqlen_q=4,
                                            max_seqlen_k=4), (0,), (rand(N, 7, 2, 6),)),
@@ -73,6 +76,14 @@ def test_vmap_of_grad(name):
 
     found, expected = torch.vmap(gradient, in_dims)(*args), by_loop(gradient, in_dims, args)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_vmap_of_no_samples():
+    q, k = rand(0, 2, 4, 5, 6), rand(2, 4, 7, 6)
+    assert torch.vmap(lambda x: attention(x, k, k))(q).shape == (0, 2, 4, 5, 6)
+    gradient = torch.func.grad(lambda x, y: attention(x, y, y).sum(), argnums=(0, 1))
+    dq, dk = torch.vmap(gradient, (0, None))(q, k)
+    assert dq.shape == (0, 2, 4, 5, 6) and dk.shape == (0, 2, 4, 7, 6)
 
 
 def test_grad_of_vmap_and_nested_vmap():

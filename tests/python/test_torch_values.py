@@ -1,6 +1,7 @@
 """Values and gradients of orchard.torch against the explicit formula in fp64, within the error bar:
 options x dtypes, layouts, shapes that torch takes, dropout's mask."""
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,6 +96,14 @@ SHAPES = [((5, 8), (7, 8), (7, 6)),
           ((2, 4, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8)),
           ((2, 1, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8)),
           ((4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8))]
+
+
+def test_numbers_of_numpy():
+    q, k, v = rand(1, 2, 5, 8), rand(1, 2, 7, 8), rand(1, 2, 7, 8)
+    torch.testing.assert_close(attention(q, k, v, scale=numpy.float32(0.5)),
+                               F.scaled_dot_product_attention(q, k, v, scale=numpy.float32(0.5)))
+    found = attention(q, k, v, window=tuple(numpy.array([2, 1])), softcap=numpy.float32(2))
+    assert torch.equal(found, attention(q, k, v, window=(2, 1), softcap=2.0))
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import orchard.transformers as orchard_transformers
 from orchard import OrchardError
@@ -299,6 +300,63 @@ def test_dropout_in_other_models(name):
     assert train(model, 2, 1, padded=False) != first[:2]
 
 
+# ---- Sparse attention ----------------------------------------------------------------------------
+
+def test_keys_chosen_by_an_indexer():
+    torch.manual_seed(3)
+    config = T.DeepseekV32Config(**dict(LLAMA, num_key_value_heads=4), q_lora_rank=16,
+                                 kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+                                 v_head_dim=12, n_routed_experts=2, moe_intermediate_size=16,
+                                 first_k_dense_replace=2, n_group=1, topk_group=1,
+                                 num_experts_per_tok=1, index_topk=3, index_n_heads=2,
+                                 index_head_dim=16)
+    eager = T.DeepseekV32ForCausalLM(config).eval()
+    for parameter in eager.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("orchard")
+    ids = tokens(3, 14)
+    for keys in (torch.ones_like(ids), padding("left")):
+        same(logits(eager, ids, attention_mask=keys), logits(ours, ids, attention_mask=keys), keys)
+    made = [model.generate(ids, max_new_tokens=4, do_sample=False) for model in (eager, ours)]
+    assert torch.equal(*made)
+
+
+# ---- Models for which Transformers does not vouch ------------------------------------------------
+
+OTHERS = dict(vocab_size=61, hidden_size=32, num_hidden_layers=1, intermediate_size=48,
+              num_attention_heads=4)
+
+
+@pytest.mark.parametrize("name, calls, config", [
+    ("BloomForCausalLM", False, lambda: T.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1,
+                                                      n_head=4)),
+    ("MPNetForMaskedLM", False, lambda: T.MPNetConfig(**OTHERS)),
+    ("SplinterModel", True, lambda: T.SplinterConfig(**OTHERS)),  # does not say is_causal=False
+])
+def test_models_that_may_not_follow_the_interface(name, calls, config):
+    torch.manual_seed(3)
+    eager, ours = (getattr(T, name)._from_config(config(), attn_implementation=one).eval()
+                   for one in ("eager", "orchard"))
+    for parameter in eager.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    ours.load_state_dict(eager.state_dict())
+    ids = tokens(3, 14)
+    with torch.no_grad(), pytest.warns(UserWarning, match="does not say that the models of"):
+        orchard_transformers._unsure.cache_clear()
+        same(eager(ids)[0], ours(ids)[0])
+    with torch.no_grad():
+        for side in ("right", "left"):
+            keys = padding(side)
+            same(eager(ids, attention_mask=keys)[0], ours(ids, attention_mask=keys)[0], keys)
+    lines = orchard_transformers.doctor(ours, input_ids=ids)
+    assert calls == ("no layer calls Orchard: this model computes its attention itself"
+                     not in lines[1])
+
+
 # ---- Encoders, and encoders with decoders --------------------------------------------------------
 
 def test_bert(watch):
@@ -363,6 +421,36 @@ def test_compiled_whole():
 
 # ---- Custom masks, refusals, switching -----------------------------------------------------------
 
+@pytest.mark.parametrize("name", ["mistral", "bert"])
+def test_traced_without_padding_used_with_it(name):
+    """torch.jit.trace must not remember what the mask of its example looked like."""
+    torch.manual_seed(3)
+    model = pair(name)[1] if name in MODELS else T.BertForMaskedLM._from_config(
+        T.BertConfig(**OTHERS), attn_implementation="orchard").eval()
+
+    class Call(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, keys):
+            more = {} if name == "bert" else {"use_cache": False}
+            return self.model(ids, attention_mask=keys, **more).logits
+    call, short, ids = Call(), tokens(3, 5), tokens(3, 14)
+    with torch.no_grad():
+        traced = torch.jit.trace(call, (short, torch.ones_like(short)), check_trace=False)
+        for keys in (padding("right"), padding("left"), torch.ones_like(ids)):
+            same(call(ids, keys), traced(ids, keys), keys)
+
+
+def test_fake_tensors():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros(2, 7, dtype=torch.int64)
+        model = T.LlamaForCausalLM._from_config(T.LlamaConfig(**LLAMA),
+                                                attn_implementation="orchard")
+        assert model(ids, attention_mask=torch.ones_like(ids)).logits.shape == (2, 7, 61)
+
+
 def test_masks_of_the_users_own():
     eager, ours = pair("llama")
     ids = tokens(2, 10)
@@ -385,6 +473,17 @@ def test_refusals():
     with pytest.raises(OrchardError, match="several rows"):
         orchard_transformers.attention(module, two, two, two, None, cu_seq_lens_q=cu,
                                        cu_seq_lens_k=cu, position_bias=torch.zeros(2, 2, 4, 4))
+
+
+@pytest.mark.parametrize("words, given", [
+    ("chooses blocks of keys", {"block_indices": torch.zeros(1, 1, 4, 1)}),
+    ("packed sequences together with chosen keys", {
+        "indices": torch.zeros(1, 4, 1, dtype=torch.int32),
+        "cu_seq_lens_q": torch.tensor([0, 4]), "cu_seq_lens_k": torch.tensor([0, 4])})])
+def test_choices_that_are_refused(words, given):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match=words):
+        orchard_transformers.attention(torch.nn.Module(), q, q, q, None, **given)
 
 
 def test_packing_and_padding_together_are_refused():

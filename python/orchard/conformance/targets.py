@@ -67,10 +67,13 @@ def find(name: str) -> Target:
                       version=f"orchard {orchard.version()}, torch {torch.__version__}")
     module, colon, function = name.partition(":")
     if not colon:
-        raise ValueError(f"conformance: target {name!r} is none of torch, torch-math, torch-flash, "
-                         "orchard, and not module:function")
+        raise ValueError(f"target {name!r} is none of torch, torch-math, torch-flash, orchard, and "
+                         "not module:function")
     found: Any = importlib.import_module(module)
     for part in function.split("."):
         found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"target {name!r} is {found!r}, not a function")
     version = getattr(importlib.import_module(module.split(".")[0]), "__version__", "")
-    return Target(name, found, version=f"{module} {version}, torch {torch.__version__}")
+    return Target(name, found, version=f"{module} {version}".strip() +
+                  f", torch {torch.__version__}")

@@ -6,7 +6,7 @@ the samples are computed one after the other.
 
 from __future__ import annotations
 
-from typing import Callable, List, Optional, Sequence
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -38,18 +38,20 @@ def _fold(count: int, batch: int, tensor: Optional[torch.Tensor], dim: Optional[
     return tensor.expand(count, batch, *tensor.shape[2:]).flatten(0, 1)
 
 
-def _fold_attention(count: int, in_dims: Sequence, args: Sequence, split_bias: bool) -> List:
+def _fold_attention(count: int, in_dims: Sequence, args: Sequence,
+                    split_bias: bool) -> Tuple[List, int]:
+    """The arguments for count * batch elements at once, and batch."""
     q, q_dim = args[0], in_dims[0]
     batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
     ranks = (4, 4, 4, 4, 4, 2, None, 1)
     folded = list(args)
     for i, rank in enumerate(ranks):
         if rank is not None:
-            split = i < 3 or (i == 3 and split_bias)
+            split = i < 3 or (i == 3 and split_bias) or rank < 4  # which nothing else repeats
             folded[i] = _fold(count, batch, args[i], in_dims[i], rank, split)
     if in_dims[SEED] is not None:  # batch elements differ already
         folded[SEED] = args[SEED].select(in_dims[SEED], 0)
-    return folded
+    return folded, batch
 
 
 def _unfoldable(in_dims: Sequence, args: Sequence) -> bool:
@@ -59,19 +61,19 @@ def _unfoldable(in_dims: Sequence, args: Sequence) -> bool:
 
 def map_forward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     """vmap's rule for a call with the arguments of attention_forward."""
-    if _unfoldable(in_dims, args) or not count:
+    if _unfoldable(in_dims, args):
         return _one_by_one(call, count, in_dims, args)
-    out, lse = call(*_fold_attention(count, in_dims, args, False))
-    return (out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))), (0, 0)
+    folded, batch = _fold_attention(count, in_dims, args, False)
+    out, lse = call(*folded)
+    return (out.unflatten(0, (count, batch)), lse.unflatten(0, (count, batch))), (0, 0)
 
 
 def map_backward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     """vmap's rule for a call with the arguments of attention_backward."""
     needs, own, rest = args[0], args[1:5], args[5:]
-    if _unfoldable(in_dims[5:], rest) or needs & DSINKS or not count:
+    if _unfoldable(in_dims[5:], rest) or needs & DSINKS:
         return _one_by_one(call, count, in_dims, args)
-    folded = _fold_attention(count, in_dims[5:], rest, True)
-    batch = folded[0].shape[0] // count
+    folded, batch = _fold_attention(count, in_dims[5:], rest, True)
     ranks = (4, 3, 4, 3)
     own = [_fold(count, batch, x, d, r, True) for x, d, r in zip(own, in_dims[1:5], ranks)]
     made = list(call(needs, *own, *folded))
@@ -86,12 +88,16 @@ def map_backward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     return tuple(made), dims
 
 
+# Not compiled: Dynamo (2.13) fails on a Function with setup_context where nothing needs a gradient.
+
+@torch.compiler.disable
 def forward(info, in_dims, *args):
     """Attention's vmap."""
     from . import autograd
     return map_forward(autograd.Attention.apply, info.batch_size, in_dims, args)
 
 
+@torch.compiler.disable
 def backward(info, in_dims, *args):
     """AttentionBackward's vmap."""
     from . import autograd

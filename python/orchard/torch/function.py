@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Optional, Tuple, Union
+import numbers
+from typing import Any, Optional, Tuple, Union
 
 import torch
 from torch.autograd import forward_ad
@@ -40,25 +41,28 @@ def _check_tensor(name: str, tensor: object, device: Optional[torch.device]) -> 
         raise ArgumentError(f"attention: {name} is on {tensor.device}, query is on {device}")
 
 
-def _check_number(name: str, value: object, kinds: tuple = NUMBER) -> None:
+def _check_number(name: str, value: Any, kinds: tuple = NUMBER) -> Any:
+    """The number as the op takes it: NumPy's, which torch takes too, as Python's."""
+    if not isinstance(value, kinds) and isinstance(value, numbers.Real) and hasattr(value, "item"):
+        value = value.item()
     if not isinstance(value, kinds) or isinstance(value, bool):
         word = "an integer" if kinds is INTEGER else "a number"
         raise ArgumentError(f"attention: {name} is {value!r}, must be {word}")
     if isinstance(value, int) and not -2 ** 63 <= value < 2 ** 63:
         raise ArgumentError(f"attention: {name} is {value}, must fit into 64 bits")
+    return value
 
 
 def _check_window(window: object) -> Tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ArgumentError(f"attention: window is {window!r}, must be (left, right)")
-    for side in window:
-        _check_number("window", side, INTEGER)
-    return window[0], window[1]
+    left, right = (_check_number("window", side, INTEGER) for side in window)
+    return left, right
 
 
 def _check_options(device: torch.device, alibi_slopes, sinks, key_lengths, scale, softcap,
-                   window) -> Tuple[int, int, float]:
-    """window's two sides and softcap as the op takes them."""
+                   window) -> Tuple[Optional[float], int, int, float]:
+    """scale, window's two sides and softcap as the op takes them."""
     for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks),
                          ("key_lengths", key_lengths)):
         if tensor is not None:
@@ -67,20 +71,29 @@ def _check_options(device: torch.device, alibi_slopes, sinks, key_lengths, scale
         raise UnsupportedError("attention: alibi_slopes requires a gradient, which Orchard does "
                                "not compute; detach it")
     if scale is not None:
-        _check_number("scale", scale)
-    if softcap is not None:
-        _check_number("softcap", softcap)
+        scale = _check_number("scale", scale)
+    softcap = 0.0 if softcap is None else _check_number("softcap", softcap)
     left, right = (-1, -1) if window is None else _check_window(window)
-    return left, right, 0.0 if softcap is None else softcap
+    return scale, left, right, softcap
 
 
 def _check_packed(cu_q: object, cu_k: object, max_t: object, max_s: object,
-                  device: torch.device) -> None:
-    for name, number in (("max_seqlen_q", max_t), ("max_seqlen_k", max_s)):
-        _check_number(name, number, INTEGER)
+                  device: torch.device) -> Tuple[int, int]:
+    """max_t and max_s as the op takes them."""
+    max_t = _check_number("max_seqlen_q", max_t, INTEGER)
+    max_s = _check_number("max_seqlen_k", max_s, INTEGER)
     for name, tensor in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if tensor is not None:
             _check_tensor(name, tensor, device)
+    return max_t, max_s
+
+
+def _check_causal_bias(mask: CausalBias, q: Tensor, k: Tensor) -> None:
+    """Of one aligned at the lower right torch makes a mask, which must fit."""
+    want = (q.size(-2), k.size(-2))
+    if (mask.seq_len_q, mask.seq_len_kv) != want:
+        raise ShapeError(f"attention: attn_mask is causal_lower_right({mask.seq_len_q}, "
+                         f"{mask.seq_len_kv}), there are {want[0]} queries and {want[1]} keys")
 
 
 # ---- Shapes --------------------------------------------------------------------------------------
@@ -282,13 +295,15 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
     bottom_right = ALIGNMENTS[causal_alignment]
     if isinstance(attn_mask, CausalBias):
         bottom_right, is_causal = attn_mask.variant == CausalVariant.LOWER_RIGHT, True
+        if bottom_right and cu_seqlens_q is None and min(q.dim(), k.dim()) > 1:
+            _check_causal_bias(attn_mask, q, k)
         attn_mask = None
 
     max_t = max_s = 0
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if packed:
-        max_t, max_s = max_seqlen_q, max_seqlen_k
-        _check_packed(cu_seqlens_q, cu_seqlens_k, max_t, max_s, device)
+        max_t, max_s = _check_packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                     device)
     elif max_seqlen_q is not None or max_seqlen_k is not None:
         raise ArgumentError("attention: max_seqlen_q and max_seqlen_k belong to cu_seqlens, which "
                             "is absent")
@@ -297,12 +312,11 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
     mask = None
     if attn_mask is not None or bias is not None:
         mask, bias = _split_mask(attn_mask, bias, q, leading)
-    left, right, softcap = _check_options(device, alibi_slopes, sinks, key_lengths, scale, softcap,
-                                          window)
+    scale, left, right, softcap = _check_options(device, alibi_slopes, sinks, key_lengths, scale,
+                                                 softcap, window)
     dropout, seed = 0.0, None
     if dropout_p != 0.0:
-        _check_number("dropout_p", dropout_p)
-        dropout, seed = dropout_p, torch.randint(SEEDS, (), device="cpu")
+        dropout, seed = _check_number("dropout_p", dropout_p), torch.randint(SEEDS, (), device="cpu")
 
     out, lse = attention(with_lse, q, k, v, bias, mask, alibi_slopes, sinks, key_lengths,
                          cu_seqlens_q, cu_seqlens_k, seed, max_t, max_s, scale, bool(is_causal),
