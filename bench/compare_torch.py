@@ -175,12 +175,12 @@ def clock(call):
 
 
 def interleave(calls, seconds):
-    """Samples of each call, taken in turn, after one untimed round; at least three rounds."""
+    """Samples of each call, taken in turn, after one untimed round; at least nine rounds."""
     samples = [[] for _ in calls]
     for call in calls:
         call()
     end = time.perf_counter() + seconds
-    while len(samples[0]) < 3 or (time.perf_counter() < end and len(samples[0]) < 2000):
+    while len(samples[0]) < 9 or (time.perf_counter() < end and len(samples[0]) < 2000):
         for call, taken in zip(calls, samples):
             taken.append(clock(call))
     return samples
@@ -193,12 +193,8 @@ def print_row(*cells):
 def compare(case, direction, context, seconds):
     """One line of the table; returns whether the results agree."""
     if direction == "forward":
-        def recorded(function):
-            with torch.set_grad_enabled(not case.decode):
-                return [function()]
-
-        calls = [lambda: recorded(case.torch_forward), lambda: [case.c_forward(context)],
-                 lambda: recorded(case.our_forward)]
+        calls = [lambda: [case.torch_forward()], lambda: [case.c_forward(context)],
+                 lambda: [case.our_forward()]]
     else:
         def gradients(output):
             return torch.autograd.grad(output, case.inputs, case.dout, retain_graph=True)
@@ -210,7 +206,8 @@ def compare(case, direction, context, seconds):
     expected, *found = (call() for call in calls)
     agree = bool(case.dropout) or all(case.difference(e, f) <= 1
                                       for ours in found for e, f in zip(expected, ours))
-    times = interleave(calls, seconds)
+    with torch.set_grad_enabled(not case.decode):
+        times = interleave(calls, seconds)
     best = [min(taken) for taken in times]
     medians = [statistics.median(a / b for a, b in zip(times[0], ours)) for ours in times[1:]]
     print_row(case.name, direction, case.torch_path(), *(f"{1e3 * t:.3f}" for t in best),
