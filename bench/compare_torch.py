@@ -241,6 +241,14 @@ def microseconds(calls, seconds):
                                                      seconds)]
 
 
+def cold_microseconds(calls, seconds):
+    """Of each call alone, when an attention of 0.5 ms has just had the caches: the median."""
+    large = Case("", B=4, N=64, causal=True)
+    context = Context(1, parallel_for=torch_parallel_for())
+    turns = [turn for call in calls for turn in (lambda: large.c_forward(context.handle), call)]
+    return [1e6 * statistics.median(taken) for taken in interleave(turns, seconds)[1::2]]
+
+
 def overhead(seconds):
     """What a call costs when there is hardly anything to compute, and what that is made of."""
     before = torch.get_num_threads()
@@ -272,24 +280,28 @@ def overhead(seconds):
         a, b = microseconds([lambda w=what: w(F.scaled_dot_product_attention),
                              lambda w=what: w(scaled_dot_product_attention)], seconds)
         print_row(name, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}", aim)
-    print("\nWhat orchard.torch's time is made of, each line with all above it in the direction\n")
-    print_row("direction", "up to", "microseconds")
-    print_row(*["---"] * 3)
+    print("\nWhat orchard.torch's time is made of, each line with all above it in the direction; "
+          "\"cold\": right after an attention of 0.5 ms, the median of single calls\n")
+    print_row("direction", "up to", "microseconds", "cold")
+    print_row(*["---"] * 4)
     names = (("forward", "the C library by ctypes, outputs there"),
              ("forward", "torch's dispatcher, kernel.c and fresh outputs"),
              ("forward", "Orchard's checks in Python"), ("forward", "recorded by autograd"),
              ("backward", "the C library by ctypes"),
              ("backward", "torch's dispatcher, kernel.c and fresh gradients"),
-             ("both", "autograd in Python around nothing"), ("both", "all"))
-    times = microseconds([lambda: small.c_forward(context.handle),
-                          lambda: ops.forward(*tensors, *options),
-                          lambda: no_grad(scaled_dot_product_attention),
-                          lambda: recording(scaled_dot_product_attention),
-                          lambda: small.c_backward(context.handle),
-                          lambda: ops.backward(*backward), lambda: both(Nothing.apply),
-                          lambda: both(scaled_dot_product_attention)], 4 * seconds)
-    for (direction, name), taken in zip(names, times):
-        print_row(direction, name, f"{taken:.1f}")
+             ("both", "autograd in Python around nothing"), ("both", "all"),
+             ("forward", "for comparison: torch's product q * k, recorded"),
+             ("both", "for comparison: the same, and its gradients"))
+    calls = [lambda: small.c_forward(context.handle), lambda: ops.forward(*tensors, *options),
+             lambda: no_grad(scaled_dot_product_attention),
+             lambda: recording(scaled_dot_product_attention),
+             lambda: small.c_backward(context.handle), lambda: ops.backward(*backward),
+             lambda: both(Nothing.apply), lambda: both(scaled_dot_product_attention),
+             lambda: small.q * small.k,
+             lambda: torch.autograd.grad(small.q * small.k, (small.q, small.k), small.dout)]
+    for (direction, name), warm, cold in zip(names, microseconds(calls, 4 * seconds),
+                                             cold_microseconds(calls, 4 * seconds)):
+        print_row(direction, name, f"{warm:.1f}", f"{cold:.1f}")
     torch.set_num_threads(before)
 
 
