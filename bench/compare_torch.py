@@ -175,12 +175,12 @@ def clock(call):
 
 
 def interleave(calls, seconds):
-    """Samples of each call, taken in turn, after one untimed round; at least three rounds."""
+    """Samples of each call, taken in turn, after one untimed round; at least nine rounds."""
     samples = [[] for _ in calls]
     for call in calls:
         call()
     end = time.perf_counter() + seconds
-    while len(samples[0]) < 3 or (time.perf_counter() < end and len(samples[0]) < 2000):
+    while len(samples[0]) < 9 or (time.perf_counter() < end and len(samples[0]) < 2000):
         for call, taken in zip(calls, samples):
             taken.append(clock(call))
     return samples
@@ -193,12 +193,8 @@ def print_row(*cells):
 def compare(case, direction, context, seconds):
     """One line of the table; returns whether the results agree."""
     if direction == "forward":
-        def recorded(function):
-            with torch.set_grad_enabled(not case.decode):
-                return [function()]
-
-        calls = [lambda: recorded(case.torch_forward), lambda: [case.c_forward(context)],
-                 lambda: recorded(case.our_forward)]
+        calls = [lambda: [case.torch_forward()], lambda: [case.c_forward(context)],
+                 lambda: [case.our_forward()]]
     else:
         def gradients(output):
             return torch.autograd.grad(output, case.inputs, case.dout, retain_graph=True)
@@ -210,7 +206,8 @@ def compare(case, direction, context, seconds):
     expected, *found = (call() for call in calls)
     agree = bool(case.dropout) or all(case.difference(e, f) <= 1
                                       for ours in found for e, f in zip(expected, ours))
-    times = interleave(calls, seconds)
+    with torch.set_grad_enabled(not case.decode):
+        times = interleave(calls, seconds)
     best = [min(taken) for taken in times]
     medians = [statistics.median(a / b for a, b in zip(times[0], ours)) for ours in times[1:]]
     print_row(case.name, direction, case.torch_path(), *(f"{1e3 * t:.3f}" for t in best),
@@ -244,6 +241,14 @@ def microseconds(calls, seconds):
                                                      seconds)]
 
 
+def cold_microseconds(calls, seconds):
+    """Of each call alone, when an attention of 0.5 ms has just had the caches: the median."""
+    large = Case("", B=4, N=64, causal=True)
+    context = Context(1, parallel_for=torch_parallel_for())
+    turns = [turn for call in calls for turn in (lambda: large.c_forward(context.handle), call)]
+    return [1e6 * statistics.median(taken) for taken in interleave(turns, seconds)[1::2]]
+
+
 def overhead(seconds):
     """What a call costs when there is hardly anything to compute, and what that is made of."""
     before = torch.get_num_threads()
@@ -275,24 +280,28 @@ def overhead(seconds):
         a, b = microseconds([lambda w=what: w(F.scaled_dot_product_attention),
                              lambda w=what: w(scaled_dot_product_attention)], seconds)
         print_row(name, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}", aim)
-    print("\nWhat orchard.torch's time is made of, each line with all above it in the direction\n")
-    print_row("direction", "up to", "microseconds")
-    print_row(*["---"] * 3)
+    print("\nWhat orchard.torch's time is made of, each line with all above it in the direction; "
+          "\"cold\": right after an attention of 0.5 ms, the median of single calls\n")
+    print_row("direction", "up to", "microseconds", "cold")
+    print_row(*["---"] * 4)
     names = (("forward", "the C library by ctypes, outputs there"),
              ("forward", "torch's dispatcher, kernel.c and fresh outputs"),
              ("forward", "Orchard's checks in Python"), ("forward", "recorded by autograd"),
              ("backward", "the C library by ctypes"),
              ("backward", "torch's dispatcher, kernel.c and fresh gradients"),
-             ("both", "autograd in Python around nothing"), ("both", "all"))
-    times = microseconds([lambda: small.c_forward(context.handle),
-                          lambda: ops.forward(*tensors, *options),
-                          lambda: no_grad(scaled_dot_product_attention),
-                          lambda: recording(scaled_dot_product_attention),
-                          lambda: small.c_backward(context.handle),
-                          lambda: ops.backward(*backward), lambda: both(Nothing.apply),
-                          lambda: both(scaled_dot_product_attention)], 4 * seconds)
-    for (direction, name), taken in zip(names, times):
-        print_row(direction, name, f"{taken:.1f}")
+             ("both", "autograd in Python around nothing"), ("both", "all"),
+             ("forward", "for comparison: torch's product q * k, recorded"),
+             ("both", "for comparison: the same, and its gradients"))
+    calls = [lambda: small.c_forward(context.handle), lambda: ops.forward(*tensors, *options),
+             lambda: no_grad(scaled_dot_product_attention),
+             lambda: recording(scaled_dot_product_attention),
+             lambda: small.c_backward(context.handle), lambda: ops.backward(*backward),
+             lambda: both(Nothing.apply), lambda: both(scaled_dot_product_attention),
+             lambda: small.q * small.k,
+             lambda: torch.autograd.grad(small.q * small.k, (small.q, small.k), small.dout)]
+    for (direction, name), warm, cold in zip(names, microseconds(calls, 4 * seconds),
+                                             cold_microseconds(calls, 4 * seconds)):
+        print_row(direction, name, f"{warm:.1f}", f"{cold:.1f}")
     torch.set_num_threads(before)
 
 

@@ -106,11 +106,12 @@ static int64_t find_batch(const int64_t *first_task, int64_t B, int64_t index)
     return low;
 }
 
-static void plan_blocks(orch_attention_cpu_plan *plan, const orch_attention *p,
+static void plan_blocks(orch_attention_cpu_plan *plan, const orch_call *call,
                         const orch_attention_cpu_kernels *kernels, int64_t panels, int64_t keys)
 {
     *plan = (orch_attention_cpu_plan){
-        .p = p,
+        .p = call->problem,
+        .threads = call->ctx->threads,
         .panel = kernels->panel,
         .real_bytes = kernels->real_bytes,
         .block_panels = panels,
@@ -127,6 +128,15 @@ static size_t round_up(size_t bytes)
 static char *part_of(char *scratch, size_t at)
 {
     return scratch ? scratch + at : NULL;
+}
+
+/* The n-th of `heads` heads in the order of work. Heads may lie beside each other in every row of
+ * memory: threads that take them by turns should be far apart, or cores pull cache lines out of
+ * each other's hands. */
+static int64_t head_at(const orch_attention_cpu_plan *plan, int64_t heads, int64_t n)
+{
+    const int64_t share = heads / plan->threads;
+    return n < share * plan->threads ? n % plan->threads * share + n / plan->threads : n;
 }
 
 /* ---- Forward --------------------------------------------------------------------------------- */
@@ -157,7 +167,7 @@ static size_t forward_plan(const orch_call *call, orch_attention_cpu_plan *plan,
     const int64_t threads = call->ctx->threads;
     size_t at = 0;
     int64_t partials;
-    plan_blocks(plan, p, kernels, FORWARD_PANELS, forward_keys(larger(p->D, p->E)));
+    plan_blocks(plan, call, kernels, FORWARD_PANELS, forward_keys(larger(p->D, p->E)));
     count_forward_tasks(plan, &partials);
     while (threads > 1 && plan->tasks < 4 * threads && plan->block_panels > 2) {
         plan->block_panels /= 2;
@@ -200,7 +210,7 @@ static orch_attention_task forward_task_at(const orch_attention_cpu_plan *plan, 
     rest /= task.cut.splits;
     /* Later blocks of a causal mask are longer: they go first. */
     task.block = task.cut.blocks - 1 - rest % task.cut.blocks;
-    rest /= task.cut.blocks;
+    rest = head_at(plan, plan->p->G * task.cut.head_sets, rest / task.cut.blocks);
     task.head_set = rest % task.cut.head_sets;
     task.g = rest / task.cut.head_sets;
     return task;
@@ -280,7 +290,7 @@ static size_t backward_plan(const orch_call *call, backward_job *job, char *scra
     orch_attention_cpu_plan *plan = &job->plan;
     size_t at = 0;
     job->kernels = choose_kernels(call->ctx->isa, p->dtype);
-    plan_blocks(plan, p, job->kernels, BACKWARD_PANELS, backward_keys(larger(p->D, p->E)));
+    plan_blocks(plan, call, job->kernels, BACKWARD_PANELS, backward_keys(larger(p->D, p->E)));
     plan->dbias_direct = dbias_is_direct(p);
     const int64_t vector = plan->panel / 2;
     plan->width_k = divide_up(p->D, vector) * vector;
@@ -320,7 +330,8 @@ static const char *backward_plan_slot(const orch_call *call, size_t *scratch_byt
 static orch_attention_task backward_task_at(const orch_attention_cpu_plan *plan, int64_t pair,
                                             int64_t split)
 {
-    orch_attention_task task = {.b = pair / plan->p->G, .g = pair % plan->p->G, .split = split};
+    const int64_t G = plan->p->G;
+    orch_attention_task task = {.b = pair / G, .g = head_at(plan, G, pair % G), .split = split};
     task.sequence = orch_attention_sequence(plan->p, task.b);
     task.cut = cut_backward(plan, &task.sequence);
     return task;

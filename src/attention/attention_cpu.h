@@ -23,7 +23,7 @@ typedef struct orch_attention_cpu_plan {
     int64_t block_keys;   /* keys of a tile, a multiple of 12 */
     size_t worker_bytes;  /* scratch of one worker */
     char *worker_scratch;
-    int64_t tasks;
+    int64_t threads, tasks;
     int64_t *first_task; /* [B]: where batch element b's tasks begin */
     /* forward: partial results of split tasks. Batch element b's start at first_partial[b]. */
     int64_t *first_partial;

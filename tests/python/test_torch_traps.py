@@ -194,6 +194,29 @@ def test_saved_tensors_are_checked_for_changes():
         out.sum().backward()
 
 
+@pytest.mark.parametrize("place", ["q", "k", "v", "bias", "sinks"])
+def test_tensors_that_outlived_their_transform_keep_their_history(place):
+    """What torch.func.grad wrapped and somebody kept is a shell around the tensor with a history:
+    recorded as it is, its gradient would be lost without a word."""
+    tensors = dict(zip("qkv", leaves()))
+    for name, shape in (("bias", (1, 2, 5, 5)), ("sinks", (2,))):
+        tensors[name] = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    kept = []
+
+    def keep(x):
+        kept.append(x * 2)
+        return kept[-1].sum()
+
+    def gradient(doubled):
+        q, k, v, bias, sinks = {**tensors, place: doubled}.values()
+        out = attention(q, k, v, bias, sinks=sinks)
+        return torch.autograd.grad(out.square().sum(), tensors[place])[0]
+
+    torch.func.grad(keep)(tensors[place])
+    assert torch._C._functorch.is_functorch_wrapped_tensor(kept[0])
+    torch.testing.assert_close(gradient(kept[0]), gradient(tensors[place] * 2), rtol=0, atol=0)
+
+
 def test_classes_take_what_torch_func_demands():
     assert autograd.Attention.generate_vmap_rule is False
     assert not hasattr(autograd.AttentionFast, "vmap") or \

@@ -19,6 +19,9 @@ NO_FORWARD_MODE = ("attention has no forward-mode derivative (torch.func.jvp, fo
                    "use reverse mode: torch.func.vjp or backward()")
 _ABSENT = (None,) * (TENSORS - 3)
 
+# Function.apply itself uses this; private, so it may be absent.
+_unwrap_if_dead = getattr(torch._C._functorch, "unwrap_if_dead", None)
+
 
 def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
     """dq ... dsinks, None where not needed; differentiable if gradients are being recorded."""
@@ -34,15 +37,27 @@ def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
 
 
 class AttentionFast(torch.autograd.Function):
-    """out, or (out, lse), of orchard::attention_forward. What takes no gradient comes in one tuple,
+    """out, or (out, lse), of orchard::attention_forward. What takes no gradient comes in two tuples,
     absent tensors are not saved, an lse that nobody wants is no output: each saves microseconds."""
 
+    @classmethod
+    def apply(cls, q, k, v, bias, sinks, others, options, with_lse):
+        """Function.apply without its questions, to which function.py knows the answers: they cost
+        as much as its checks. torch.compile never runs this: it goes by the method's name."""
+        if _unwrap_if_dead is None:
+            return super().apply(q, k, v, bias, sinks, others, options, with_lse)
+        # A tensor that outlived its transform of torch.func hides the one that has a history.
+        q, k, v = _unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v)
+        bias = bias if bias is None else _unwrap_if_dead(bias)
+        sinks = sinks if sinks is None else _unwrap_if_dead(sinks)
+        return _record(q, k, v, bias, sinks, others, options, with_lse)
+
     @staticmethod
-    def forward(ctx, q, k, v, bias, sinks, rest, with_lse):
-        mask, alibi, key_lengths, cu_q, cu_k, seed = rest[:6]
-        ctx.options = options = rest[6:]
+    def forward(ctx, q, k, v, bias, sinks, others, options, with_lse):
+        mask, alibi, key_lengths, cu_q, cu_k, seed = others
         out, lse = ops.forward(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q, cu_k, seed,
                                *options)
+        ctx.options = options
         if bias is mask is alibi is sinks is key_lengths is cu_q is cu_k is seed is None:
             ctx.save_for_backward(out, lse, q, k, v)
         else:
@@ -53,15 +68,19 @@ class AttentionFast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse=None):  # and no jvp: a class that has one cannot be compiled
-        q, k, v, bias, sinks, _, _ = ctx.needs_input_grad
+        q, k, v, bias, sinks, _, _, _ = ctx.needs_input_grad
         needs = q | k << 1 | v << 2 | bias << 3 | sinks << 4
-        out, lse, *tensors = ctx.saved_tensors
-        if len(tensors) > 3 or dout is None or not needs or torch.is_grad_enabled():
-            tensors = (*tensors, *_ABSENT)[:TENSORS]
-            return (*_gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None, None)
-        dq, dk, dv, _, _ = ops.backward(needs, dout, dlse, out, lse, *tensors, *_ABSENT,
-                                        *ctx.options)
-        return dq if q else None, dk if k else None, dv if v else None, None, None, None, None
+        saved = ctx.saved_tensors
+        if len(saved) > 5 or dout is None or not needs or torch.is_grad_enabled():
+            out, lse, *tensors = (*saved, *_ABSENT)[:2 + TENSORS]
+            return (*_gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None, None,
+                    None)
+        dq, dk, dv, _, _ = ops.backward(needs, dout, dlse, *saved, *_ABSENT, *ctx.options)
+        return (dq if q else None, dk if k else None, dv if v else None, None, None, None, None,
+                None)
+
+
+_record = super(torch.autograd.Function, AttentionFast).apply  # what Function.apply ends with
 
 
 class Attention(torch.autograd.Function):

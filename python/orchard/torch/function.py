@@ -18,8 +18,9 @@ INTEGER = (int, torch.SymInt)
 ALIGNMENTS = {"top_left": False, "bottom_right": True}
 SEEDS = 2 ** 63 - 1  # 63 bits: torch's integers are signed
 
-# Function.apply itself asks this; private, so it may be absent.
+# torch itself asks these; private, so they may be absent. The answer must be yes then.
 _functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 # ---- Checks that the C library cannot make -------------------------------------------------------
@@ -209,12 +210,12 @@ def _split_mask(attn_mask: Optional[Tensor], bias: Optional[Tensor], q: Tensor,
 def _transformed() -> bool:
     """Whether torch.func or forward AD looks on. In compiled code the first would silently lose the
     gradient, so it is refused there; without fullgraph, torch.compile then runs it uncompiled."""
-    if torch.compiler.is_compiling():
-        if _functorch_active():
+    if _functorch_active():
+        if torch.compiler.is_compiling():
             raise UnsupportedError("attention: torch.func's transforms cannot be compiled; apply "
                                    "them outside torch.compile")
-        return False
-    return _functorch_active() or forward_ad._current_level >= 0
+        return True
+    return forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
 
 
 def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
@@ -228,7 +229,8 @@ def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
         if made is not None:
             return made
     if needs:
-        made = autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest), with_lse)
+        made = autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest[:4]), rest[4:],
+                                            with_lse)
         return made if with_lse else (made, None)
     return ops.forward(q, k, v, bias, mask, alibi, sinks, *rest)
 
@@ -255,7 +257,7 @@ def _plain(q: object, k: object, v: object) -> bool:
         return False
     a, b, c = q.shape, k.shape, v.shape
     return (len(a) == len(b) == len(c) == 4 and a[0] == b[0] == c[0] and a[1] == b[1] == c[1]
-            and not torch.is_autocast_enabled("cpu"))
+            and not _any_autocast())
 
 
 _NONE = (None,) * 6
@@ -268,9 +270,8 @@ def _plain_call(with_lse: bool, q: Tensor, k: Tensor, v: Tensor,
         return autograd.Attention.apply(q, k, v, None, None, *_NONE, 0, 0, None, causal, False, -1,
                                         -1, 0.0, 0.0)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        made = autograd.AttentionFast.apply(q, k, v, None, None, (
-            None, None, None, None, None, None, 0, 0, None, causal, False, -1, -1, 0.0, 0.0),
-            with_lse)
+        made = autograd.AttentionFast.apply(q, k, v, None, None, _NONE, (
+            0, 0, None, causal, False, -1, -1, 0.0, 0.0), with_lse)
         return made if with_lse else (made, None)
     return ops.forward(q, k, v, None, None, None, None, None, None, None, None, 0, 0, None, causal,
                        False, -1, -1, 0.0, 0.0)
