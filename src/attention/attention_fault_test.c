@@ -577,15 +577,6 @@ static void run_sweep(const family *f, int variant)
            now->strict ? ", strict" : "", now->n - 2, now->cleanly, now->lost);
 }
 
-/* Each child opens OpenCL anew. What the loader needs most of a child's time for, PoCL and the
- * compiler that it brings along, children inherit; without PoCL they load what there is. */
-static void load_driver_once(void)
-{
-    if (!metal) {
-        dlopen("libpocl.so.2", RTLD_LAZY | RTLD_LOCAL);
-    }
-}
-
 int main(int argc, char **argv)
 {
     const char *only = NULL;
@@ -603,7 +594,9 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: attention_fault_test --backend opencl|metal [FAMILY]\n");
         return 2;
     }
-    load_driver_once();
+    if (!metal) {
+        load_opencl_once();
+    }
     now = mmap(NULL, sizeof *now, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     for (const family *f = metal ? metal_families : opencl_families; f->name; f++) {
         for (int variant = 0; variant < 8 && (!only || strcmp(only, f->name) == 0); variant++) {

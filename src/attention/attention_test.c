@@ -453,8 +453,9 @@ static void check_random(int64_t index)
         c.D = 1 + (c.D - 1) % most;
         c.E = 1 + (c.E - 1) % most;
     }
-    snprintf(label, sizeof label, "attention_test --seed %llu --max-size %lld --case %lld",
-             (unsigned long long)options.seed, (long long)options.max_size, (long long)index);
+    snprintf(label, sizeof label, "attention_test --seed %llu --max-size %lld --case %lld%s",
+             (unsigned long long)options.seed, (long long)options.max_size, (long long)index,
+             options.orders ? " --orders" : "");
     check_case(&c, data_seed, index);
 }
 
