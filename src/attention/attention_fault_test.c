@@ -603,6 +603,9 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: attention_fault_test --backend opencl|metal [FAMILY]\n");
         return 2;
     }
+    if (!metal) {
+        load_opencl_once();
+    }
     now = mmap(NULL, sizeof *now, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     for (const family *f = metal ? metal_families : opencl_families; f->name; f++) {
         for (int variant = 0; variant < 8 && (!only || strcmp(only, f->name) == 0); variant++) {

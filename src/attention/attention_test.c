@@ -10,6 +10,10 @@
  *             their usual order runs the case, and report counts what explain told before: who ran,
  *             and why whoever comes before did not.
  *
+ * --orders, on the Metal stand-in: what is judged runs its threads forward, what must have its bits
+ * runs them in reverse, and in an order that the case's number seeds; each time on one or on two
+ * workers.
+ *
  * Without options everything runs. --random N: only N random cases, the first being --from M, 0 if
  * not said; --quick: the fixed cases that take little work, on a device all of them, and N random
  * ones, 100 if not said; --only A,B: the fixed cases of these names, and N random ones, none if not
@@ -24,7 +28,7 @@ static struct {
     const char *only; /* NULL: all */
     int64_t random, from, only_case, max_size;
     uint64_t seed;
-    bool checksum, quick;
+    bool checksum, quick, orders;
 } options = {.backend = "cpu", .random = -1, .only_case = -1, .max_size = 300, .seed = 20260713};
 
 /* One strict context for each way to run. What is judged comes from `chooser`, which has the other
@@ -44,6 +48,36 @@ typedef struct tally {
     int64_t outputs, given, rounding;
 } tally;
 static tally tallies[2];
+
+/* ---- Orders ---------------------------------------------------------------------------------- */
+
+enum { FORWARD, REVERSE, RANDOM };
+
+/* The stand-in reads its order at each dispatch. Over eight numbers every order meets one worker
+ * and two as often, whatever the others meet. */
+static void set_order(int order, int64_t number)
+{
+    char words[40];
+    if (options.orders) {
+        snprintf(words, sizeof words, "random:%lld", (long long)number);
+        setenv("METAL_STANDIN_ORDER",
+               order == FORWARD   ? "forward"
+               : order == REVERSE ? "reverse"
+                                  : words,
+               1);
+        setenv("METAL_STANDIN_WORKERS", number >> order & 1 ? "2" : "1", 1);
+    }
+}
+
+/* For who reads of a failure. */
+static const char *order_words(void)
+{
+    static char words[80];
+    const char *order = getenv("METAL_STANDIN_ORDER"), *workers = getenv("METAL_STANDIN_WORKERS");
+    snprintf(words, sizeof words, ", threads %s, workers %s", order ? order : "",
+             workers ? workers : "");
+    return options.orders ? words : "";
+}
 
 /* ---- Values ---------------------------------------------------------------------------------- */
 
@@ -287,9 +321,10 @@ static bool run_explained(problem *p, const char *takes)
     return true;
 }
 
-static bool check_run(problem *p)
+static bool check_run(problem *p, int64_t number)
 {
     const uint64_t hash = inputs_hash(p);
+    set_order(FORWARD, number);
     if (!run_explained(p, options.backend)) {
         return false;
     }
@@ -363,15 +398,16 @@ static void check_split(problem *p, const char *bits)
     }
 }
 
-static void check_bits(problem *p)
+static void check_bits(problem *p, int64_t number)
 {
     char *bits = outputs_copy(p);
     for (int n = 0; n < run_count; n++) {
+        set_order(n ? RANDOM : REVERSE, number);
         const orchard_status status = problem_run_over(p, runs[n], 0x5a);
         const char *name = outputs_differ(p, bits, false);
         if (status || name) {
-            CHECK_FAIL("%s: %s on %s with %d threads: %s", label, name ? name : "-",
-                       orchard_ctx_cpu(runs[n]), (int)orchard_ctx_threads(runs[n]),
+            CHECK_FAIL("%s: %s on %s with %d threads%s: %s", label, name ? name : "-",
+                       orchard_ctx_cpu(runs[n]), (int)orchard_ctx_threads(runs[n]), order_words(),
                        status ? orchard_last_error() : "other bits");
         } else {
             check_passed++;
@@ -389,7 +425,7 @@ static bool on_device(void)
 }
 
 /* Devices have no double precision: the CPU takes the case, and single is tested in its place. */
-static void check_case(const attention_case *asked, uint64_t data_seed)
+static void check_case(const attention_case *asked, uint64_t data_seed, int64_t number)
 {
     attention_case c = *asked;
     problem p;
@@ -400,9 +436,9 @@ static void check_case(const attention_case *asked, uint64_t data_seed)
         c.dtype = ORCHARD_F32;
     }
     problem_make(&p, &c, data_seed);
-    if (check_run(&p)) {
+    if (check_run(&p, number)) {
         check_values(&p);
-        check_bits(&p);
+        check_bits(&p, number);
     }
     problem_free(&p);
 }
@@ -417,9 +453,10 @@ static void check_random(int64_t index)
         c.D = 1 + (c.D - 1) % most;
         c.E = 1 + (c.E - 1) % most;
     }
-    snprintf(label, sizeof label, "attention_test --seed %llu --max-size %lld --case %lld",
-             (unsigned long long)options.seed, (long long)options.max_size, (long long)index);
-    check_case(&c, data_seed);
+    snprintf(label, sizeof label, "attention_test --seed %llu --max-size %lld --case %lld%s",
+             (unsigned long long)options.seed, (long long)options.max_size, (long long)index,
+             options.orders ? " --orders" : "");
+    check_case(&c, data_seed, index);
 }
 
 static bool takes_little_work(const attention_case *c)
@@ -444,7 +481,7 @@ static void check_fixed(void)
         const attention_case *c = &attention_cases[n];
         if (c->use & (options.only ? CASE_TEST | CASE_NAMED : CASE_TEST) && is_asked_for(c)) {
             snprintf(label, sizeof label, "case %s", c->name);
-            check_case(c, (uint64_t)n);
+            check_case(c, (uint64_t)n, n);
         }
     }
 }
@@ -495,7 +532,7 @@ static int usage(const char *wrong)
             "usage: attention_test [--random N] [--from M] [--seed S] "
             "[--isa avx2|neon|scalar|all] [--max-size M]\n"
             "                      [--case INDEX] [--checksum] [--quick] [--only NAME,...] "
-            "[--backend NAME]\n",
+            "[--backend NAME] [--orders]\n",
             wrong);
     return 2;
 }
@@ -510,6 +547,10 @@ static bool read_options(int argc, char **argv)
         }
         if (strcmp(name, "--quick") == 0) {
             options.quick = true;
+            continue;
+        }
+        if (strcmp(name, "--orders") == 0) {
+            options.orders = true;
             continue;
         }
         if (!value) {
@@ -539,7 +580,8 @@ static bool read_options(int argc, char **argv)
     return options.max_size > 0 && options.from >= 0;
 }
 
-/* Two threads on each instruction set, then one and seven on the first. A device runs twice. */
+/* Two threads on each instruction set, then one and seven on the first. A device runs once more
+ * than what is judged, and in another order once more again. */
 static void make_runs(void)
 {
     char order[40];
@@ -548,7 +590,9 @@ static void make_runs(void)
         snprintf(order, sizeof order, "%s,cpu,ref", options.backend);
         chooser = context_make_lenient(order, NULL, 1);
         runs[run_count++] = context_make(options.backend, NULL, 1);
-        runs[run_count++] = context_make(options.backend, NULL, 1);
+        if (options.orders) {
+            runs[run_count++] = context_make(options.backend, NULL, 1);
+        }
         return;
     }
     for (int i = 0; orchard_cpu_name(i) && run_count < MAX_RUNS - 2; i++) {

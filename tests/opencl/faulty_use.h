@@ -13,9 +13,17 @@ typedef struct faulty_library {
     int (*live)(const char *object);
 } faulty_library;
 
+/* Every child opens OpenCL anew, and most of the time goes into loading PoCL and the compiler that
+ * it brings along: this children inherit. No driver is started by it; without PoCL nothing is. */
+static inline void load_opencl_once(void)
+{
+    dlopen("libpocl.so.2", RTLD_LAZY | RTLD_LOCAL);
+}
+
 /* Asks in a child, so that this process stays without a driver. */
 static inline int have_opencl(void)
 {
+    load_opencl_once();
     fflush(NULL);
     int state = 1;
     pid_t child = fork();

@@ -207,7 +207,7 @@ def test_the_same_bits_for_any_number_of_threads_and_layout():
 
 
 def test_the_interpreter_is_free_during_a_call():
-    q = RNG.standard_normal((1, 8, 1024, 64)).astype(np.float32)
+    q = RNG.standard_normal((1, 2, 512, 64)).astype(np.float32)
     ticks, done = [], threading.Event()
 
     def tick():
