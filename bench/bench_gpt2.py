@@ -1,6 +1,6 @@
 """A training step of GPT-2 124M in PyTorch, with and without `orchard.enable()`.
 
-    python bench/bench_gpt2.py [--steps 8] [--length 1024] [--layers 12]
+    python bench/bench_gpt2.py [--steps 8] [--length 1024] [--layers 12] [--dropout 0 0.1]
 
 Random weights and tokens, B=1, fp32, AdamW, the model of Transformers with "sdpa" attention. The two
 kinds of step take turns in one process, and turns at being first; "ratio" is the best time without
@@ -90,6 +90,7 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1])
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
@@ -100,7 +101,7 @@ def main():
     print("| GPT-2 124M step, B=1 | attention dropout | torch s | Orchard s | ratio | median | "
           "loss torch / Orchard | peak MiB torch / Orchard |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for dropout in (0.0, 0.1):
+    for dropout in options.dropout:
         (plain, plain_loss), (ours, our_loss) = compare(dropout, options)
         memory = [peak(dropout, with_orchard, options) for with_orchard in (False, True)]
         pairs = statistics.median(a / b for a, b in zip(plain, ours))
