@@ -75,6 +75,16 @@ static int find_cache_file(void)
     return count;
 }
 
+/* The key that the cached file is stored under. */
+static orch_cache_key key_in_file(void)
+{
+    orch_cache_key key = {{0, 0}};
+    int handle = open(file, O_RDONLY);
+    CHECK(handle >= 0 && pread(handle, &key, sizeof key, 16) == sizeof key);
+    close(handle);
+    return key;
+}
+
 /* Changes eight bytes at an offset of the cached file. */
 static void overwrite(long offset, const char *bytes)
 {
@@ -180,10 +190,7 @@ static void test_refused_binary(void)
     setenv("ORCHARD_CACHE", cache, 1);
     CHECK_INT(builds(), 1);
     CHECK_INT(find_cache_file(), 1);
-    orch_cache_key key = {{0, 0}};
-    int handle = open(file, O_RDONLY);
-    CHECK(handle >= 0 && pread(handle, &key, sizeof key, 16) == sizeof key);
-    close(handle);
+    const orch_cache_key key = key_in_file();
     orch_cache_store(key, "no program", 10);
     size_t bytes = 0;
     char *stored = orch_cache_load(key, &bytes);
@@ -204,7 +211,7 @@ static void test_refused_binary(void)
  * function itself, and does not find it. */
 static void test_foreign_code(void)
 {
-    orch_cache_key key[2] = {{{0, 0}}, {{0, 0}}};
+    orch_cache_key key[2];
     size_t bytes = 0;
     for (int i = 0; i < 2; i++) {
         snprintf(cache, sizeof cache, "%s/foreign%d", fixture_directory, i);
@@ -212,9 +219,7 @@ static void test_foreign_code(void)
         setenv("METAL_STANDIN_FAMILY", i ? "6" : "7", 1); /* another library of the same text */
         CHECK_INT(builds(), 1);
         CHECK_INT(find_cache_file(), 1);
-        int handle = open(file, O_RDONLY);
-        CHECK(handle >= 0 && pread(handle, &key[i], sizeof *key, 16) == sizeof *key);
-        close(handle);
+        key[i] = key_in_file();
     }
     char *other = orch_cache_load(key[1], &bytes);
     CHECK(other != NULL);

@@ -12,8 +12,8 @@ __attribute__((visibility("default"))) void metal_standin_fail(const char *kind,
 /* "objects_live" (what the host owns: 0 when nothing leaks), "buffers_live" and "bytes_live"
  * (memory, also held by pending work), "buffers_made", "no_copy", "command_buffers" (committed),
  * "dispatches", "blits", "compiles" (newLibraryWithSource), "clang_runs" (of those, not found in
- * the cache), "code_compiled" (functions compiled to machine code), "code_found" (pipelines whose
- * code an archive had), "archives_written", "faults" (that struck). */
+ * the cache), "code_compiled" (functions compiled to machine code), "archives_written", "faults"
+ * (that struck). */
 __attribute__((visibility("default"))) long metal_standin_counter(const char *name);
 
 #endif

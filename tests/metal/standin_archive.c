@@ -3,8 +3,7 @@
  * The stand-in compiles a text as a whole, so there is no second compilation to save; what is
  * modelled is the ledger. An archive says for which functions it has code: a function is the
  * hash of all that its library came from, and its name. Making a pipeline, or adding it to an
- * archive, counts as "code_compiled" unless an archive of its description has the code
- * ("code_found"). */
+ * archive, counts as "code_compiled" unless an archive of its description has the code. */
 #include "standin.h"
 
 #include <stdio.h>
@@ -182,7 +181,7 @@ static id make_pipeline(const struct function *function, bool found, id *error)
         return refuse(error, why);
     }
     standin_lock();
-    standin_count(found ? COUNT_code_found : COUNT_code_compiled, 1);
+    standin_count(COUNT_code_compiled, !found);
     struct function *pipeline = standin_new(CLASS_MTLComputePipelineState);
     pipeline->library = function->library;
     pipeline->kernel = kernel;
