@@ -247,13 +247,15 @@ def test_the_committed_verdicts_are_orchards(orchard_judged):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # what torch-flash says when it refuses
 def test_the_committed_verdicts_against_torch_hold():
     """Whatever the page says that torch refuses or gets wrong. What passes is left to the page: it
-    takes longer, and close to the bar it depends on the machine."""
+    takes longer, and close to the bar it depends on the machine. So does whether torch's matrix
+    products repeat their bits: with AVX-512 they did, with AVX2 not."""
     told, _ = committed("torch-2.13-cpu")
     asked = {case.name for case in chosen()}
     for target, verdicts in told.items():
         against = {name: word for name, word in verdicts.items()
-                   if word not in ("passes", "not offered", "too heavy") and name in asked}
-        assert len(against) >= 3
+                   if word not in ("passes", "not offered", "too heavy") and name in asked
+                   and BY_NAME[name].area != "repeatability"}
+        assert len(against) >= 2
         found = find(target)
         assert {name: BY_NAME[name].run(found).outcome for name in against} == against
 
