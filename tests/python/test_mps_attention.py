@@ -147,19 +147,6 @@ def test_halves_packed_sequences_and_dropout_of_a_refused_call(launcher):  # noq
     assert [line.backend for line in launcher.report() if line.reason is None] == ["pytorch"]
 
 
-def test_the_ops_themselves_do_not_ask(launcher):  # noqa: F811
-    placed = [fake_mps.tensor(x) for x in draw(G=4, dtype=torch.float64).values()]
-    rest = (*[None] * 8, 0, 0, None, False, False, -1, -1, 0.0, 0.0)
-    with pytest.raises(orchard.UnsupportedError, match="mps did not take the call .f64"):
-        torch.ops.orchard.attention_forward(*placed, *rest)
-    out, lse = torch.ops.orchard.attention_forward(*[x.float() for x in placed], *rest)
-    with pytest.raises(orchard.UnsupportedError, match="attention_backward: mps did not take"):
-        torch.ops.orchard.attention_backward(7, out.double(), None, out.double(), lse.double(), *placed,
-                                             *rest)
-    assert counted(launcher) == [("attention_forward", F64, 1), ("attention_forward", None, 1),
-                                 ("attention_backward", F64, 1)]
-
-
 def test_wrong_lengths_are_an_error_whoever_would_take_the_call(launcher):  # noqa: F811
     for dtype in (torch.float32, torch.float64):
         placed = [fake_mps.tensor(x) for x in draw(G=4, dtype=dtype).values()]

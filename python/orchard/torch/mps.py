@@ -8,8 +8,8 @@ PyTorch's own operations use, so their order is PyTorch's, nothing waits, and no
     if reason is None:
         launcher.run("attention_forward", operands, options)     # writes operands["out"]
 
-`forward` and `backward` are the kernels of `orchard::attention_*` for MPS tensors, `report()` tells
-what became of the calls so far (a part of `orchard.report()`).
+`forward` and `backward` do what `orchard::attention_*` do, or raise `Refused`; `report()` tells what
+became of the calls so far (a part of `orchard.report()`).
 
 What compile_shader promises, and what is made of it (torch 2.7 and later):
 - argument i is buffer i; a tensor binds the MTLBuffer of its storage, private or shared, at the
@@ -64,9 +64,12 @@ _STORAGE_BITS = 50
 _MOST_PLANS = 512
 
 
-def refused(op: str, reason: str, note: str = "") -> UnsupportedError:
-    """The exception for a call that the launcher does not take; the C library's own sentence."""
-    return UnsupportedError(f"{op}: mps did not take the call ({reason}){note}")
+class Refused(UnsupportedError):
+    """A call that the launcher does not take; the C library's own sentence."""
+
+    def __init__(self, op: str, reason: str, note: str = "") -> None:
+        super().__init__(f"{op}: mps did not take the call ({reason}){note}")
+        self.reason = reason
 
 
 class _Ready:
@@ -261,12 +264,13 @@ class Launcher:
 
         `operands` has the names of the C struct's tensors, `options` those of its scalars.
         `check_lengths`: the numbers of key_lengths and cu_seqlens are brought to the host and
-        checked, which waits for the GPU; without, they must be right.
+        checked, which waits for the GPU; without, they must be right. Raises Refused where
+        `supported` says why not.
         """
         ready, reason = self._prepare(op, operands, options, check_lengths)
         if reason is not None:
             self.count(op, reason)
-            raise refused(op, reason)
+            raise Refused(op, reason)
         plan = ready.plan
         if plan.launches:
             device = next(t for t in operands.values() if t is not None).device
@@ -321,7 +325,7 @@ def report() -> reports.Report:
 reports.also(report)
 
 
-# ---- The kernels of orchard::attention_forward and orchard::attention_backward -------------------
+# ---- orchard::attention_forward and orchard::attention_backward by these kernels -----------------
 
 def named(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_t,
           max_s, scale, causal, bottom_right, window_left, window_right, softcap,

@@ -1,11 +1,12 @@
 """Attention on MPS tensors: shall Orchard's kernels do it, or PyTorch itself?
 
-The question is asked once, before the forward, for forward and backward together: gradients of a
-fused forward need its own backward, so that a kernel which does not compile must be known in time.
-A refusal is counted (`orchard.report()`); with ORCHARD_STRICT=1 it is an error instead. What
-PyTorch's own scaled_dot_product_attention has no word for is computed by the explicit formula
-(second.py), in PyTorch's operations on the same device.
+The public function asks once, before the forward, for forward and backward together: what is
+refused is then PyTorch's own scaled_dot_product_attention, gradients included, or, where that has
+no word for an option, the explicit formula (second.py) in PyTorch's operations on the same device.
+Whoever cannot ask (compiled code, torch.func's transforms, callers of the ops) meets the refusal in
+the ops' kernels, which go on with the explicit formula, forward and backward each for itself.
 
+A refusal is counted (`orchard.report()`); with ORCHARD_STRICT=1 it is an error instead.
 `inputs` and `options` have the names of the C struct orchard_attention.
 """
 
@@ -137,19 +138,11 @@ def _strict() -> bool:
     return os.environ.get("ORCHARD_STRICT", "") not in ("", "0")
 
 
-def _checked_refusal(op: str, needs: int, arguments: Tuple[Any, ...],
-                     count: bool) -> Tuple[Optional[str], mps.Operands, mps.Options]:
-    """Why PyTorch must do it, None if Orchard's kernels will; and the arguments by name."""
-    inputs, options = mps.named(*arguments)
-    inputs = {name: x if x is None else x.resolve_neg() for name, x in inputs.items()}
-    options.pop("seed", None)  # the answer is the same for all of them, and kept
-    reason = refusal(mps.launcher, inputs, options, needs, count=count)
-    if reason is None:
-        return None, inputs, options
+def _note(op: str, reason: str) -> None:
+    """Goes on where a fallback is allowed."""
     last.refusal = reason
     if _strict():
-        raise mps.refused(op, reason, " and strict forbids a fallback")
-    return reason, inputs, options
+        raise mps.Refused(op, reason, " and strict forbids a fallback")
 
 
 def _check_lengths(inputs: mps.Operands, options: mps.Options) -> None:
@@ -168,9 +161,13 @@ def instead(with_lse: bool, needs: int, *arguments: Any
             ) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
     """None: Orchard's kernels take the call. Otherwise (out, lse) by PyTorch, which differentiates
     it too; lse only if asked for. Arguments as in the ops' schemas."""
-    reason, inputs, options = _checked_refusal("attention_forward", needs, arguments, True)
+    inputs, options = mps.named(*arguments)
+    inputs = {name: x if x is None else x.resolve_neg() for name, x in inputs.items()}
+    options.pop("seed", None)  # the answer is the same for all of them, and kept
+    reason = refusal(mps.launcher, inputs, options, needs)
     if reason is None:
         return None
+    _note("attention_forward", reason)
     _check_lengths(inputs, options)
     if with_lse or any(options.get(name) or inputs.get(name) is not None for name in NO_WORD):
         return _explicit(arguments)
@@ -179,32 +176,38 @@ def instead(with_lse: bool, needs: int, *arguments: Any
     return out, None
 
 
-# ---- The same for those who call the ops themselves (orchard_ops) --------------------------------
+# ---- The kernels of the ops for MPS tensors ------------------------------------------------------
 
-def forward_instead(needs: int, *arguments: Any) -> Optional[Tensors2]:
-    """None: orchard::attention_forward takes the call. Otherwise what it would have returned, by
-    PyTorch: the explicit formula, with the dropout of the seed."""
-    reason, inputs, options = _checked_refusal("attention_forward", needs, arguments, True)
-    if reason is None:
-        return None
-    _check_lengths(inputs, options)
-    return _explicit(arguments)
+def forward(*arguments: Any) -> Tensors2:
+    """attention_forward; parameters as in the schema. If refused: with the dropout of the seed."""
+    try:
+        return mps.forward(*arguments)
+    except mps.Refused as refused:
+        _note("attention_forward", refused.reason)
+    q, v, cu_seqlens_q = arguments[0], arguments[2], arguments[8]
+    made = new_outputs(q, v, cu_seqlens_q is not None)
+    for fresh, x in zip(made, _explicit(arguments)):
+        fresh.copy_(x)
+    return made
 
 
-def backward_instead(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor],
-                     *arguments: Any) -> Optional[Tensors5]:
-    """None: orchard::attention_backward takes the call. Otherwise its gradients by PyTorch, those
-    that are not needed empty; differentiable. `arguments` are those of the forward."""
+def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: torch.Tensor,
+             lse: torch.Tensor, *arguments: Any) -> Tensors5:
+    """attention_backward; parameters as in the schema."""
     op = "attention_backward"
-    reason, inputs, _ = _checked_refusal(op, needs, arguments, False)
-    if reason is None:
-        return None
-    mps.launcher.count(op, reason)
-    inputs_of = [arguments[at] for at in (0, 1, 2, 3, 6)]
-    if all(x.numel() for x in arguments[:3]):
-        made = second.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse, *inputs_of)
+    try:
+        return mps.backward(needs, dout, dlse, out, lse, *arguments)
+    except mps.Refused as refused:
+        _note(op, refused.reason)
+    inputs = [arguments[at] for at in (0, 1, 2, 3, 6)]
+    made = new_gradients(needs, *inputs)
+    if all(x.numel() for x in inputs[:3]):
+        with torch.autocast(dout.device.type, enabled=False):
+            found = second.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse, *inputs)
     else:
-        made = tuple(None if x is None else torch.zeros_like(x) for x in inputs_of)
+        found = tuple(None if x is None else torch.zeros_like(x) for x in inputs)
+    for bit, fresh, x in zip(GRADIENTS, made, found):
+        if needs & bit and x is not None:
+            fresh.copy_(x)
     mps.launcher.count(op, None, "pytorch")
-    return tuple(x if needs & bit and x is not None else dout.new_empty(0)
-                 for bit, x in zip(GRADIENTS, made))
+    return made

@@ -12,7 +12,7 @@ from typing import Callable, Tuple
 import torch
 
 from .._library import UnsupportedError
-from . import batching, cpu, mps
+from . import batching, cpu, mps_attention
 from .outputs import (Tensors2, Tensors5, check_present, check_rank, new_gradients, new_outputs)
 
 # What forward and backward share, in this order everywhere: here, in kernels, in function.py.
@@ -42,13 +42,13 @@ def kernel_for(device: str) -> Tuple[Callable[..., Tensors2], Callable[..., Tens
     if device == "cpu":
         return cpu.forward, cpu.backward
     if device == "mps":
-        return mps.forward, mps.backward
+        return mps_attention.forward, mps_attention.backward
     raise UnsupportedError(f"attention: tensors are on device {device}, Orchard serves cpu and mps")
 
 
 cpu.register(library)
-library.impl("attention_forward", mps.forward, "MPS")
-library.impl("attention_backward", mps.backward, "MPS")
+library.impl("attention_forward", mps_attention.forward, "MPS")
+library.impl("attention_backward", mps_attention.backward, "MPS")
 
 
 # ---- Fakes: shapes and strides without memory ----------------------------------------------------
