@@ -1,7 +1,12 @@
 """Memory stays flat, and small: nothing [T,S] is stored for the backward."""
 
+import os
+import sys
+
+import pytest
 import torch
 
+from orchard.torch import cpu
 from orchard.torch import scaled_dot_product_attention as attention
 from process import resident
 
@@ -52,3 +57,30 @@ def test_long_sequences_need_little():
 
     attention(Watch.apply(q), k, v, window=(64, 64)).sum().backward()
     assert peak - before < 64 * 2 ** 20
+
+
+def flags_at(address):
+    """What Linux knows about the memory there: "hg" among it if large pages were asked for."""
+    inside = False
+    with open("/proc/self/smaps", encoding="utf-8") as lines:
+        for line in lines:
+            first, *rest = line.split()
+            if "-" in first and not first.endswith(":"):
+                start, end = (int(x, 16) for x in first.split("-"))
+                inside = start <= address < end
+            elif inside and first == "VmFlags:":
+                return rest
+    raise AssertionError("no mapping has that address")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="large pages are asked for on Linux only")
+def test_large_gradients_ask_for_large_pages():
+    """One of 8 MiB has pages of 2 MiB in it, whatever its address; one of 2 MiB is left alone."""
+    has_them = os.path.isdir("/sys/kernel/mm/transparent_hugepage")
+    assert cpu.kernel() == "c"
+    for size, asked in ((512, False), (1024, has_them)):
+        q, k, v = (torch.randn(1, 2, size, 16) for _ in range(3))
+        bias = torch.randn(1, 2, size, size, requires_grad=True)
+        gradient, = torch.autograd.grad(attention(q, k, v, bias).sum(), bias)
+        middle = gradient.data_ptr() + gradient.nbytes // 2
+        assert ("hg" in flags_at(middle)) == asked

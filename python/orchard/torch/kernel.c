@@ -8,6 +8,7 @@
  * own check, a C++ exception that passes through this file's frames: it is compiled with
  * -fexceptions, and everything is deleted before.
  */
+#define _DEFAULT_SOURCE
 #include <orchard/attention.h>
 
 #include <dlfcn.h>
@@ -16,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 typedef uint64_t word;
 typedef struct tensor_object *handle;
@@ -56,6 +58,7 @@ typedef struct tensor_object *handle;
       (orchard_ctx **, const orchard_ctx_opts *, int32_t))     \
     X(void, orchard_ctx_free, (orchard_ctx *))                 \
     X(const char *, orchard_last_error, (void))                \
+    X(size_t, orchard_dtype_size, (orchard_dtype))             \
     X(orchard_status, orchard_attention_forward,               \
       (orchard_ctx *, const orchard_attention_forward_args *)) \
     X(orchard_status, orchard_attention_backward,              \
@@ -273,6 +276,25 @@ static int32_t torch_dtype(orchard_dtype dtype)
     return found;
 }
 
+/* Asks for large pages: a mask's gradient has thousands of small ones, and handing them out one by
+ * one takes the system a third of backward's time. From 4 MiB on, as NumPy does. */
+static void prefer_large_pages(const orchard_tensor *made)
+{
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = (uintptr_t)2 << 20, from = (uintptr_t)made->data;
+    uintptr_t bytes = call_orchard_dtype_size(made->dtype);
+    for (int32_t i = 0; i < made->rank; i++) {
+        bytes *= (uintptr_t)made->size[i];
+    }
+    if (bytes >= 2 * page) {
+        const uintptr_t first = (from + page - 1) / page * page, end = (from + bytes) / page * page;
+        madvise((void *)first, end - first, MADV_HUGEPAGE); /* a wish: nothing is lost by a no */
+    }
+#else
+    (void)made;
+#endif
+}
+
 static void make(journey *j, const char *name, int32_t rank, const int64_t *size,
                  const int64_t *stride, orchard_dtype dtype, orchard_tensor *to)
 {
@@ -290,6 +312,7 @@ static void make(journey *j, const char *name, int32_t rank, const int64_t *size
     j->outputs[j->output_count++] = made;
     if (to) {
         describe(j, name, made, true, to);
+        prefer_large_pages(to);
     }
 }
 
