@@ -418,6 +418,66 @@ static void test_private_on_host(void)
     check_nothing_left();
 }
 
+/* A copy that failed for one backend is made again for the next. */
+static void test_fetched_again(void)
+{
+    static fixture f;
+    static float want[FIXTURE_FLOATS], got[FIXTURE_FLOATS];
+    start();
+    orchard_ctx *maker = make_context(backend), *both = make_context("cpu,ref");
+    fixture_start(&f, PADDED);
+    WORKS(fixture_forward(both, &f));
+    memcpy(want, f.memory.out, sizeof want);
+    f.attention.v = moved(maker, f.attention.v, 120 * 4);
+    f.forward.out = moved(maker, f.forward.out, 144 * 4);
+    for (int n = 1; n <= 2; n++) {
+        const uint64_t before = refusals("an operand could not be copied to the host");
+        fail_device("copy", n);
+        WORKS(fixture_forward(both, &f));
+        CHECK_INT(refusals("an operand could not be copied to the host"), before + 1);
+        WORKS(orchard_buffer_read(f.forward.out.buffer, 0, got, 144 * 4));
+        for (int i = 0; i < 144; i++) {
+            CHECK_NEAR(got[i], want[i], 1e-6);
+        }
+    }
+    orchard_buffer_free(f.attention.v.buffer);
+    orchard_buffer_free(f.forward.out.buffer);
+    orchard_ctx_free(maker);
+    orchard_ctx_free(both);
+    CHECK_INT(account.blocks, 0);
+    check_nothing_left();
+}
+
+/* Two buffers of one handle are one memory: an output in one overlaps an input in the other. */
+static void test_wrapped_twice(void)
+{
+    static fixture f;
+    start();
+    orchard_ctx *ctx = make_context(backend);
+    fixture_start(&f, PADDED);
+    f.attention.v = moved(ctx, f.attention.v, 2 * 144 * 4);
+    orchard_buffer *again = NULL;
+    WORKS(orchard_buffer_wrap(ctx, &again, f.attention.v.buffer->memory.handle));
+    f.forward.out.data = NULL;
+    f.forward.out.buffer = again;
+    FAILS(fixture_forward(ctx, &f), ORCHARD_ERROR_LAYOUT);
+    SAYS("output out overlaps v in memory");
+    f.forward.out.offset = 144 * 4; /* behind v */
+    WORKS(fixture_forward(ctx, &f));
+    f.attention.key_lengths = moved(ctx, f.attention.key_lengths, 144 * 4);
+    f.forward.out.buffer = f.attention.key_lengths.buffer;
+    f.forward.out.offset =
+        0; /* lengths are compared where they are, not where they were copied to */
+    FAILS(fixture_forward(ctx, &f), ORCHARD_ERROR_LAYOUT);
+    SAYS("output out overlaps key_lengths in memory");
+    orchard_buffer_free(f.attention.key_lengths.buffer);
+    orchard_buffer_free(f.attention.v.buffer);
+    orchard_buffer_free(again);
+    orchard_ctx_free(ctx);
+    CHECK_INT(account.blocks, 0);
+    check_nothing_left();
+}
+
 /* OpenCL is offered an operand in Metal's private memory: the plan says no, so that explain knows,
  * and the CPU gets a copy. */
 static void test_another_device(void)
@@ -502,6 +562,8 @@ static void run_groups(const char *name)
     if (!on("cpu")) {
         run_group("no addresses", test_no_addresses);
         run_group("private on the host", test_private_on_host);
+        run_group("fetched again", test_fetched_again);
+        run_group("wrapped twice", test_wrapped_twice);
     }
 }
 

@@ -558,11 +558,15 @@ static void check_scratch_that_grows(void)
 static void check_on_cpu(void)
 {
     orchard_memory_counts before, now;
-    attention_case c = cases[1];
-    c.name = "fp64 on the CPU";
-    c.dtype = ORCHARD_F64;
     orchard_memory_report(&before);
-    check_case(&c, "cpu");
+    for (size_t n = 0; n < sizeof cases / sizeof cases[0]; n++) {
+        attention_case c = cases[n];
+        char name[64];
+        snprintf(name, sizeof name, "%s in fp64 on the CPU", cases[n].name);
+        c.name = name;
+        c.dtype = ORCHARD_F64;
+        check_case(&c, "cpu");
+    }
     orchard_memory_report(&now);
     CHECK(now.direct > before.direct && now.staged > before.staged &&
           now.wrapped == before.wrapped);

@@ -10,17 +10,33 @@
 #include "core/memory_counts.h"
 #include "core/tensor.h"
 
-/* ---- Copies ---------------------------------------------------------------------------------- */
+/* ---- Places ---------------------------------------------------------------------------------- */
 
-static void *copy_block(orch_copies *copies, int32_t i, size_t bytes)
+/* The handle of a device's memory may have been wrapped more than once. */
+static bool in_same_memory(const orch_operand *a, const orch_operand *b)
 {
-    orchard_ctx *ctx = copies->ctx;
-    if (!copies->of[i].data) {
-        copies->of[i].data = ctx->alloc(ctx->alloc_user, NULL, 0, bytes ? bytes : 1);
-        copies->of[i].bytes = bytes ? bytes : 1;
-    }
-    return copies->of[i].data;
+    return a->buffer == b->buffer ||
+           (a->buffer && b->buffer && a->buffer->device && a->buffer->device == b->buffer->device &&
+            a->buffer->memory.handle == b->buffer->memory.handle);
 }
+
+/* An address for an operand in a buffer that can be compared with all others': two operands overlap
+ * in it if and only if they do in memory. Nobody may read there unless the CPU sees the buffer. */
+static char *place_of(const orch_operand *operands, int32_t i)
+{
+    int32_t first = 0;
+    while (!in_same_memory(&operands[first], &operands[i])) {
+        first++;
+    }
+    return (char *)operands[first].buffer->address + operands[i].offset;
+}
+
+static bool is_private(const orch_operand *operand)
+{
+    return operand->buffer && !operand->buffer->memory.contents;
+}
+
+/* ---- Copies ---------------------------------------------------------------------------------- */
 
 void orch_copies_free(orch_copies *copies)
 {
@@ -32,14 +48,62 @@ void orch_copies_free(orch_copies *copies)
     }
 }
 
-/* A host copy of what operand i holds in private memory. The first Orchard's users look for these
- * sentences. */
+/* What is copied together, by its place; of operands in memory that the CPU sees: nothing. */
+typedef struct span {
+    char *begin, *end;
+} span;
+
+static bool same_span(const span *a, const span *b)
+{
+    return a->begin == b->begin && a->end == b->end;
+}
+
+/* Operands that overlap, such as dq, dk and dv inside one block, share a copy: bringing back one
+ * must not undo another. Lengths have had copies of their own. */
+static void find_spans(const orch_operand *operands, int32_t count, span *of)
+{
+    bool grew = true;
+    for (int32_t i = 0; i < count; i++) {
+        of[i] = (span){NULL, NULL};
+        if (is_private(&operands[i]) && operands[i].role != ORCH_LENGTHS) {
+            of[i].begin = place_of(operands, i);
+            of[i].end = of[i].begin + orch_tensor_extent(operands[i].tensor);
+        }
+    }
+    while (grew) {
+        grew = false;
+        for (int32_t i = 0; i < count; i++) {
+            for (int32_t k = 0; k < i; k++) {
+                span *a = &of[i], *b = &of[k];
+                if (a->begin < b->end && b->begin < a->end && !same_span(a, b)) {
+                    a->begin = b->begin = a->begin < b->begin ? a->begin : b->begin;
+                    a->end = b->end = a->end > b->end ? a->end : b->end;
+                    grew = true;
+                }
+            }
+        }
+    }
+}
+
+/* The operand that keeps the copy of i's span: the first that has it. */
+static int32_t keeper_of(const span *of, int32_t i)
+{
+    int32_t keeper = 0;
+    while (!same_span(&of[keeper], &of[i])) {
+        keeper++;
+    }
+    return keeper;
+}
+
+/* A host copy of `bytes` of operand i's private memory, from `offset` on. The first Orchard's users
+ * look for these sentences. */
 static orchard_status copy_private(const char *op, const orch_operand *operand, int32_t i,
-                                   orch_copies *copies)
+                                   size_t offset, size_t bytes, orch_copies *copies)
 {
     const orchard_buffer *buffer = operand->buffer;
-    const size_t bytes = orch_tensor_extent(operand->tensor);
-    void *copy = copy_block(copies, i, bytes);
+    orchard_ctx *ctx = copies->ctx;
+    const size_t block = bytes ? bytes : 1;
+    void *copy = ctx->alloc(ctx->alloc_user, NULL, 0, block);
     if (!copy) {
         return orch_fail(ORCHARD_ERROR_MEMORY,
                          "%s: %s: orchard: failed to create shared proxy buffer for private "
@@ -47,16 +111,18 @@ static orchard_status copy_private(const char *op, const orch_operand *operand, 
                          op, operand->name, bytes);
     }
     const orchard_status status =
-        buffer->device->class->read(buffer->device, copy, &buffer->memory, operand->offset, bytes);
+        buffer->device->class->read(buffer->device, copy, &buffer->memory, offset, bytes);
     if (status) {
         char why[256];
         snprintf(why, sizeof why, "%s", orchard_last_error());
+        ctx->alloc(ctx->alloc_user, copy, block, 0);
         return orch_fail(status,
                          "%s: %s: orchard: could not materialize shared proxy for private tensor: "
                          "%s",
                          op, operand->name, why);
     }
-    operand->tensor->data = copy;
+    copies->of[i].data = copy;
+    copies->of[i].bytes = block;
     return ORCHARD_OK;
 }
 
@@ -74,8 +140,9 @@ static orchard_status check_inside(const char *op, const orch_operand *operand)
     return ORCHARD_OK;
 }
 
-static orchard_status locate(const char *op, orch_operand *operand, int32_t i, orch_copies *copies)
+static orchard_status locate(const char *op, orch_operand *operands, int32_t i, orch_copies *copies)
 {
+    orch_operand *operand = &operands[i];
     orchard_tensor *tensor = operand->tensor;
     operand->buffer = tensor->buffer;
     operand->offset = tensor->offset;
@@ -93,7 +160,7 @@ static orchard_status locate(const char *op, orch_operand *operand, int32_t i, o
         return orch_fail(ORCHARD_ERROR_SHAPE, "%s: %s starts at byte %zu of a buffer of %zu bytes",
                          op, operand->name, tensor->offset, tensor->buffer->memory.bytes);
     }
-    tensor->data = (char *)tensor->buffer->address + tensor->offset;
+    tensor->data = place_of(operands, i);
     tensor->buffer = NULL;
     tensor->offset = 0;
     if (operand->role != ORCH_LENGTHS) {
@@ -102,14 +169,18 @@ static orchard_status locate(const char *op, orch_operand *operand, int32_t i, o
     ORCH_TRY(orch_tensor_check(op, operand->name, tensor));
     ORCH_TRY(check_inside(op, operand));
     ORCH_TRY(orch_buffer_idle(operand->buffer));
-    return operand->buffer->memory.contents ? ORCHARD_OK : copy_private(op, operand, i, copies);
+    if (is_private(operand)) {
+        ORCH_TRY(copy_private(op, operand, i, operand->offset, orch_tensor_extent(tensor), copies));
+        tensor->data = copies->of[i].data;
+    }
+    return ORCHARD_OK;
 }
 
 orchard_status orch_operands_locate(const char *op, orch_operand *operands, int32_t count,
                                     orch_copies *copies)
 {
     for (int32_t i = 0; i < count; i++) {
-        ORCH_TRY(locate(op, &operands[i], i, copies));
+        ORCH_TRY(locate(op, operands, i, copies));
     }
     return ORCHARD_OK;
 }
@@ -127,6 +198,21 @@ void orch_operands_hide(const orch_operand *operands, int32_t count)
     }
 }
 
+static orchard_status check_apart(const char *op, const orch_operand *operands, int32_t output,
+                                  int32_t i)
+{
+    const orch_operand *out = &operands[output], *other = &operands[i];
+    if (!orch_tensor_present(other->tensor) || orch_lengths_hidden(other->tensor)) {
+        return ORCHARD_OK;
+    }
+    if (other->role != ORCH_LENGTHS || !is_private(other)) {
+        return orch_tensor_check_apart(op, out->name, out->tensor, other->name, other->tensor);
+    }
+    orchard_tensor lengths = *other->tensor; /* the copy that was checked lies elsewhere */
+    lengths.data = place_of(operands, i);
+    return orch_tensor_check_apart(op, out->name, out->tensor, other->name, &lengths);
+}
+
 orchard_status orch_operands_check(const char *op, const orch_operand *operands, int32_t count)
 {
     for (int32_t i = 0; i < count; i++) {
@@ -141,12 +227,8 @@ orchard_status orch_operands_check(const char *op, const orch_operand *operands,
             continue;
         }
         ORCH_TRY(orch_tensor_check_distinct(op, a->name, a->tensor));
-        for (int32_t j = i + 1; j < count; j++) {
-            if (orch_tensor_present(operands[j].tensor) &&
-                !orch_lengths_hidden(operands[j].tensor)) {
-                ORCH_TRY(orch_tensor_check_apart(op, a->name, a->tensor, operands[j].name,
-                                                 operands[j].tensor));
-            }
+        for (int32_t k = i + 1; k < count; k++) {
+            ORCH_TRY(check_apart(op, operands, i, k));
         }
     }
     return ORCHARD_OK;
@@ -163,29 +245,50 @@ static void log_host(const char *op, const orch_operand *operand)
     }
 }
 
+static orchard_status fetch_private(const char *op, const orch_operand *operands, int32_t count,
+                                    orch_copies *copies)
+{
+    span of[ORCH_MAX_OPERANDS];
+    find_spans(operands, count, of);
+    for (int32_t i = 0; i < count; i++) {
+        const orch_operand *operand = &operands[i];
+        if (!is_private(operand) || operand->role == ORCH_LENGTHS) {
+            continue;
+        }
+        const size_t before = (size_t)(place_of(operands, i) - of[i].begin);
+        const int32_t keeper = keeper_of(of, i);
+        if (!copies->of[keeper].data) {
+            ORCH_TRY(copy_private(op, operand, keeper, operand->offset - before,
+                                  (size_t)(of[i].end - of[i].begin), copies));
+        }
+        operand->tensor->data = (char *)copies->of[keeper].data + before;
+    }
+    return ORCHARD_OK;
+}
+
 orchard_status orch_operands_fetch(const char *op, const orch_operand *operands, int32_t count,
                                    orch_copies *copies, bool *moved)
 {
     *moved = false;
     copies->op = op;
     for (int32_t i = 0; i < count; i++) {
+        if (operands[i].buffer) {
+            ORCH_TRY(orch_buffer_idle(operands[i].buffer));
+            *moved = *moved || (is_private(&operands[i]) && operands[i].role != ORCH_LENGTHS);
+        }
+    }
+    if (*moved) {
+        ORCH_TRY(fetch_private(op, operands, count, copies));
+    }
+    for (int32_t i = 0; i < count; i++) {
         const orchard_buffer *buffer = operands[i].buffer;
-        if (!buffer) {
+        if (buffer) {
+            orch_memory_count(op, operands[i].name,
+                              is_private(&operands[i]) ? ORCH_STAGED : ORCH_DIRECT,
+                              buffer->memory.storage, orch_tensor_extent(operands[i].tensor));
+        } else {
             log_host(op, &operands[i]);
-            continue;
         }
-        ORCH_TRY(orch_buffer_idle(buffer));
-        if (buffer->memory.contents) {
-            orch_memory_count(op, operands[i].name, ORCH_DIRECT, buffer->memory.storage,
-                              orch_tensor_extent(operands[i].tensor));
-            continue;
-        }
-        if (!copies->of[i].data) {
-            ORCH_TRY(copy_private(op, &operands[i], i, copies));
-            *moved = true;
-        }
-        orch_memory_count(op, operands[i].name, ORCH_STAGED, buffer->memory.storage,
-                          orch_tensor_extent(operands[i].tensor));
     }
     return ORCHARD_OK;
 }
@@ -206,18 +309,38 @@ static orchard_status not_stored(const char *op, const orch_operand *operand)
                            operand->name, why);
 }
 
-/* The gaps of a strided output come back as they were fetched. */
+static bool is_private_output(const orch_operand *operand)
+{
+    return operand->role == ORCH_OUTPUT && is_private(operand);
+}
+
+/* What lies between the elements of outputs comes back as it was fetched. */
 orchard_status orch_operands_store(const orch_operand *operands, int32_t count,
                                    const orch_copies *copies)
 {
-    for (int32_t i = 0; i < count; i++) {
+    span of[ORCH_MAX_OPERANDS];
+    bool stored[ORCH_MAX_OPERANDS] = {false};
+    int32_t i = 0;
+    while (i < count && !is_private_output(&operands[i])) {
+        i++;
+    }
+    if (i < count) {
+        find_spans(operands, count, of);
+    }
+    for (; i < count; i++) {
         const orchard_buffer *buffer = operands[i].buffer;
-        if (buffer && operands[i].role == ORCH_OUTPUT && copies->of[i].data &&
-            buffer->device->class->write(buffer->device, &buffer->memory, operands[i].offset,
-                                         copies->of[i].data,
-                                         orch_tensor_extent(operands[i].tensor))) {
+        const int32_t keeper = is_private_output(&operands[i]) ? keeper_of(of, i) : -1;
+        if (keeper < 0 || stored[keeper]) {
+            continue;
+        }
+        const size_t before = (size_t)(place_of(operands, i) - of[i].begin);
+        const size_t offset = operands[i].offset - before;
+        if (buffer->device->class->write(buffer->device, &buffer->memory, offset,
+                                         copies->of[keeper].data,
+                                         (size_t)(of[i].end - of[i].begin))) {
             return not_stored(copies->op, &operands[i]);
         }
+        stored[keeper] = true;
     }
     return ORCHARD_OK;
 }
