@@ -448,6 +448,42 @@ static void test_fetched_again(void)
     check_nothing_left();
 }
 
+/* Rows of v and out beside each other in one private block, out behind v: they share a copy, which
+ * begins with v. */
+static void test_columns_of_one_block(void)
+{
+    enum { T = 5, D = 8, ROW = 2 * D, BYTES = T * ROW * 4 };
+    static const int64_t size[] = {1, 1, T, D};
+    float x[3][T * D], want[T * D], block[T * ROW], got[T * ROW];
+    start();
+    orchard_ctx *maker = make_context(backend), *cpu = make_context("cpu");
+    orchard_buffer *buffer = make_buffer(maker, BYTES + 64, ORCHARD_STORAGE_PRIVATE);
+    orchard_attention_forward_args args = {.out = orchard_tensor_dense(want, ORCHARD_F32, 4, size)};
+    orchard_tensor *const inputs[] = {&args.attention.q, &args.attention.k, &args.attention.v};
+    for (int i = 0; i < 3; i++) {
+        fixture_numbers(x[i], T * D, i);
+        *inputs[i] = orchard_tensor_dense(x[i], ORCHARD_F32, 4, size);
+    }
+    WORKS(orchard_attention_forward(cpu, &args));
+    for (int i = 0; i < T * ROW; i++) {
+        block[i] = i % ROW < D ? x[2][i / ROW * D + i % ROW] : -1;
+    }
+    WORKS(orchard_buffer_write(buffer, 64, block, BYTES));
+    args.attention.v = orchard_tensor_in(buffer, 64, ORCHARD_F32, 4, size);
+    args.out = orchard_tensor_in(buffer, 64 + D * 4, ORCHARD_F32, 4, size);
+    args.attention.v.stride[2] = args.out.stride[2] = ROW;
+    WORKS(orchard_attention_forward(cpu, &args));
+    WORKS(orchard_buffer_read(buffer, 64, got, BYTES));
+    for (int i = 0; i < T * ROW; i++) {
+        CHECK_NEAR(got[i], i % ROW < D ? block[i] : want[i / ROW * D + i % ROW - D], 0);
+    }
+    orchard_buffer_free(buffer);
+    orchard_ctx_free(maker);
+    orchard_ctx_free(cpu);
+    CHECK_INT(account.blocks, 0);
+    check_nothing_left();
+}
+
 /* Two buffers of one handle are one memory: an output in one overlaps an input in the other. */
 static void test_wrapped_twice(void)
 {
@@ -563,6 +599,7 @@ static void run_groups(const char *name)
         run_group("no addresses", test_no_addresses);
         run_group("private on the host", test_private_on_host);
         run_group("fetched again", test_fetched_again);
+        run_group("columns of one block", test_columns_of_one_block);
         run_group("wrapped twice", test_wrapped_twice);
     }
 }
