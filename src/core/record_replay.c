@@ -123,17 +123,14 @@ static orchard_status run(replay *r, orchard_ctx *ctx, orchard_replay_result *re
 {
     const char *op = orch_op_entries[r->record.op].name;
     const uint32_t version = r->record.version;
-    orchard_explanation explained;
     snprintf(result->op, sizeof result->op, "%s", op);
     snprintf(result->version, sizeof result->version, "%u.%u.%u", version / 10000 % 1000,
              version / 100 % 100, version % 100);
     memcpy(result->story, r->record.story, sizeof result->story);
-    ORCH_TRY(orchard_explain(ctx, op, r->record.args, &explained));
     ORCH_TRY(judge(r, ctx, &r->recorded));
     ORCH_TRY(set_aside(r, ctx));
     ORCH_TRY(orch_dispatch(ctx, r->record.op, r->record.args));
-    snprintf(result->backend, sizeof result->backend, "%s",
-             explained.backend ? explained.backend : "");
+    snprintf(result->backend, sizeof result->backend, "%s", ctx->ran->name);
     ORCH_TRY(judge(r, ctx, &r->now));
     tell(r, result);
     return ORCHARD_OK;
