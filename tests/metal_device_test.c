@@ -2,7 +2,8 @@
  * modes, a full queue, the caller's device and queue, a system without Metal. The rest:
  * device_test.c, device_fault_test.c. */
 #include "device/metal_messages.h"
-#include "device_fixture.h"
+
+#include "callers_queue.h"
 
 static void test_caps(void)
 {
@@ -128,6 +129,7 @@ static void test_own_objects(void)
     CHECK(orch_device_open(ORCH_METAL, NULL) == shared);
     orch_device_close(shared);
     orch_device_close(shared);
+    check_contexts_share((orchard_ctx_opts){.metal_device = own, .metal_queue = queue});
     orch_mtl_object_release(&api, queue);
     orch_mtl_object_release(&api, own);
     CHECK_INT(metal.counter("objects_live"), 0);

@@ -2,8 +2,8 @@
  * which library and which device. The rest: device_test.c, device_fault_test.c. */
 #include <sys/stat.h>
 
+#include "callers_queue.h"
 #include "device/opencl_api.h"
-#include "device_fixture.h"
 
 /* ---- Kernels and memory ---------------------------------------------------------------------- */
 
@@ -118,7 +118,7 @@ static void test_own_objects(void)
     orch_device *device = orch_device_open(ORCH_OPENCL, &request);
     orch_device *second = orch_device_open(ORCH_OPENCL, &request);
     orch_device *shared = orch_device_open(ORCH_OPENCL, NULL);
-    CHECK(device && second && shared && device != second && device != shared);
+    CHECK(device && shared && device == second && device != shared);
     test_own_memory(device, &cl, context, other);
     double seconds = -1;
     WORKS(device->class->wait(device, &seconds));
@@ -126,6 +126,7 @@ static void test_own_objects(void)
     orch_device_close(device);
     orch_device_close(second);
     orch_device_close(shared);
+    check_contexts_share((orchard_ctx_opts){.opencl_context = context, .opencl_queue = queue});
     cl.ReleaseCommandQueue(queue);
     cl.ReleaseCommandQueue(loose);
     cl.ReleaseContext(context);

@@ -25,7 +25,9 @@ typedef struct kernel_entry {
 struct orch_device_shared {
     int64_t references;
     pid_t pid;
-    pthread_mutex_t lock; /* guards the kernels */
+    orch_device_request request; /* what it was made from */
+    orch_device *next;           /* among those made from callers' objects */
+    pthread_mutex_t lock;        /* guards the kernels */
     kernel_entry *kernels;
 };
 
@@ -164,6 +166,7 @@ static orchard_status open_kind(orch_device_kind kind, const orch_device_request
     }
     shared->references = 1;
     shared->pid = getpid();
+    shared->request = *request;
     pthread_mutex_init(&shared->lock, NULL);
     (*device)->shared = shared;
     return ORCHARD_OK;
@@ -206,6 +209,27 @@ static orch_device *open_default(orch_device_kind kind, const orch_device_reques
     return device;
 }
 
+static orch_device *callers; /* devices made from callers' objects, while open */
+
+/* The same objects again give the same device, unless it was lost: several contexts on one queue
+ * share their buffers. They cannot be others at the same addresses, since the device keeps them. */
+static orch_device *open_callers(orch_device_kind kind, const orch_device_request *request)
+{
+    orch_device *device;
+    for (device = callers; device; device = device->shared->next) {
+        if (memcmp(&device->shared->request, request, sizeof *request) == 0 && !device->lost &&
+            device->shared->pid == getpid() && strcmp(device->class->name, names[kind]) == 0) {
+            device->shared->references++;
+            return device;
+        }
+    }
+    if (open_kind(kind, request, &device) == ORCHARD_OK) {
+        device->shared->next = callers;
+        callers = device;
+    }
+    return device;
+}
+
 /* Around everything that may load a driver. Its threads inherit the mask: the process's signals are
  * for the caller's threads. */
 static sigset_t enter_driver(void)
@@ -226,16 +250,12 @@ static void leave_driver(const sigset_t *before)
 orch_device *orch_device_open(orch_device_kind kind, const orch_device_request *request)
 {
     static const orch_device_request none;
-    orch_device *device = NULL;
+    orch_device *device;
     request = request ? request : &none;
     bool own = kind == ORCH_METAL ? request->metal_device || request->metal_queue
                                   : request->opencl_context || request->opencl_queue;
     sigset_t before = enter_driver();
-    if (own) {
-        open_kind(kind, request, &device);
-    } else {
-        device = open_default(kind, request);
-    }
+    device = own ? open_callers(kind, request) : open_default(kind, request);
     leave_driver(&before);
     return device;
 }
@@ -296,6 +316,12 @@ void orch_device_close(orch_device *device)
                 note_loss(kind);
             }
             slots[kind].device = NULL;
+        }
+    }
+    for (orch_device **at = &callers; last && *at; at = &(*at)->shared->next) {
+        if (*at == device) {
+            *at = shared->next;
+            break;
         }
     }
     orch_unlock(ORCH_LOCK_DEVICES);

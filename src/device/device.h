@@ -124,9 +124,9 @@ typedef struct orch_device_request {
     void *opencl_context, *opencl_queue; /* cl_context, cl_command_queue (in order) */
 } orch_device_request;
 
-/* Opens the default device of a kind, or finds it open; or a device of its own for what the caller
- * handed over. NULL and the sentence: there is none, and why; a failed search is remembered, so
- * that asking again costs nothing. Pairs with orch_device_close. */
+/* Opens the default device of a kind, or finds it open; or one for what the caller handed over, the
+ * same one for the same objects. NULL and the sentence: there is none, and why; a failed search for
+ * the default is remembered, so that asking again costs nothing. Pairs with orch_device_close. */
 orch_device *orch_device_open(orch_device_kind kind, const orch_device_request *request);
 void orch_device_close(orch_device *device);
 
