@@ -16,6 +16,11 @@ def test_linux_runs_what_this_ci_runs():
     assert COMMANDS["linux"] == [".ci/run"]
 
 
+def test_wheels_are_built_and_checked():
+    assert COMMANDS["wheels"] == ["make wheels"]
+    assert re.search(r"^wheels:.*\n\t.*tools/wheels$", (ROOT / "Makefile").read_text(), re.M)
+
+
 def test_macos_runs_the_cpu_tests_and_says_when_there_is_no_gpu():
     assert JOBS["macos"]["runs-on"].startswith("macos-")
     assert "tests/run release python" in COMMANDS["macos"]
