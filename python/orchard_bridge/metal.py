@@ -10,6 +10,9 @@ import torch
 
 from orchard import _structs
 from orchard._library import lib
+from orchard.torch.mps import storage_is_shared
+
+__all__ = ["probe", "storage_is_shared", "why_not"]
 
 
 @functools.lru_cache(maxsize=None)
@@ -51,9 +54,3 @@ def backwards_elsewhere() -> int:
     found = lib.orchard_report(lines, capacity)
     return sum(line.count for line in lines[:min(found, capacity)]
                if line.op == b"attention_backward" and line.reason is None)
-
-
-def storage_is_shared() -> bool:
-    """Tensors on mps live in shared storage since torch 2.12; before, in private storage."""
-    major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    return (major, minor) >= (2, 12)

@@ -5,7 +5,7 @@
  *     flash_attn_bwd: cpu backward done
  *
  * "Metal backward succeeded" is said of Metal alone. The words error, failed and exception stand
- * only where a call returned an error. */
+ * only where a call returned an error, or in the words that a launcher tells of a fallback. */
 #include "attention/attention_log.h"
 
 #include <inttypes.h>

@@ -297,6 +297,77 @@ def test_the_bridge_says_who_ran_the_backward(launcher, dtype, monkeypatch, caps
                             "backward.\n")
 
 
+# ---- The logs ------------------------------------------------------------------------------------
+
+def logs_of(tmp_path, code, **switches):
+    """What a process of its own leaves in the two logs, and how often it waited for the GPU."""
+    begin = ("import torch, fake_mps, orchard_bridge\n"
+             "from orchard.torch import scaled_dot_product_attention as attention\n"
+             "fake_mps.install()\n"
+             "def leaves(dtype=torch.float32, place=fake_mps.tensor):\n"
+             "    made = torch.randn(2, 4, 9, 16).to(dtype)\n"
+             "    return [place(made.clone()).requires_grad_() for _ in range(3)]\n")
+    paths = [tmp_path / "calls.log", tmp_path / "profile.log"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")])),
+           "ORCHARD_DEBUG_FLASH_ATN_LOG": str(paths[0]), "ORCHARD_TENSOR_PROFILE_LOG": str(paths[1])}
+    for name in ("ORCHARD_DEBUG_FLASH_ATN", "ORCHARD_DEBUG_FLASHATN", "ORCHARD_TENSOR_PROFILE"):
+        env.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", begin + code + "print(fake_mps.Counts.waits)"],
+                          env={**env, **switches}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    told = [path.read_text() if path.exists() else None for path in paths]
+    return (*told, int(done.stdout.splitlines()[-1]))
+
+
+TRAIN = "orchard_bridge.flash_attn(*leaves(), 0.25)[0].sum().backward()\n"
+
+
+def test_the_log_of_calls(tmp_path):
+    """Every backend counts with the same counters; Metal is named where its kernels ran."""
+    calls, profile, waits = logs_of(
+        tmp_path, TRAIN
+        + "orchard_bridge.flash_attn(*leaves(place=lambda x: x), 0.25)[0].sum().backward()\n"
+        + "orchard_bridge.flash_attn(*leaves(torch.float64), 0.25)[0].sum().backward()\n"
+        + "attention(*leaves()).sum().backward()\n",
+        ORCHARD_DEBUG_FLASH_ATN="1", ORCHARD_BACKEND="cpu")
+
+    def lines(n, backend, done, instead=""):
+        return "".join(f"[flashattn.mm] {short} call={n} backend={backend}\n{instead}"
+                       + done.format(short.lower(), word) + "\n"
+                       for short, word in (("FWD", "forward"), ("BWD", "backward")))
+    metal = "[flashattn.mm] Metal {1} succeeded"
+    assert calls == (lines(1, "metal", metal)
+                     + lines(2, "cpu", "flash_attn_{0}: cpu {1} done")
+                     + lines(3, "pytorch", "flash_attn_{0}: pytorch {1} done",
+                             f"[flashattn.mm] falling back to pytorch: {F64}\n")
+                     + lines(4, "metal", metal))
+    assert profile is None
+    assert waits == 6  # what the log calls a success is done
+
+
+def test_the_profile_has_a_line_for_every_operand(tmp_path):
+    calls, profile, _ = logs_of(tmp_path, TRAIN, ORCHARD_TENSOR_PROFILE="1")
+    assert calls is None
+    told = [line.split() for line in profile.splitlines()]
+    assert {tuple(words[4:]) for words in told} == {("direct", "shared")}
+    assert [words[:4] for words in told] == (
+        [["bind", "attention_forward", *words] for words in (
+            ("out", "4608"), ("lse", "288"), ("q", "4608"), ("k", "4608"), ("v", "4608"))]
+        + [["bind", "attention_backward", *words] for words in (
+            ("dq", "4608"), ("dk", "4608"), ("dv", "4608"), ("dout", "4"), ("out", "4608"),
+            ("lse", "288"), ("q", "4608"), ("k", "4608"), ("v", "4608"))])
+    private = "torch.__version__ = '2.11.0'\nwide = fake_mps.tensor(torch.randn(2, 4, 9, 48))\n"
+    (tmp_path / "profile.log").unlink()
+    _, profile, _ = logs_of(tmp_path, private + "attention(*wide.split(16, -1))\n",
+                            ORCHARD_TENSOR_PROFILE="1")
+    # from the first element of a view to its last
+    assert profile.count(f" {4 * (71 * 48 + 16)} direct private\n") == 3
+
+
+def test_without_logs_nothing_is_written_and_nobody_waits(tmp_path):
+    assert logs_of(tmp_path, TRAIN) == (None, None, 0)
+
+
 # ---- Wrong calls ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("mistake, error, words", [

@@ -81,6 +81,12 @@ class _Ready:
         self.plan, self.kernels = plan, kernels
 
 
+def storage_is_shared() -> bool:
+    """Tensors on mps live in shared storage since torch 2.12; before, in private storage."""
+    major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return (major, minor) >= (2, 12)
+
+
 def _on_host(lengths: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, which are those that kernels will read with."""
     host = lengths.cpu()
@@ -282,9 +288,19 @@ class Launcher:
             for size in plan.scratch:
                 bound.append(torch.empty(size, dtype=torch.uint8, device=device))
             bound += (plan.ints, plan.floats)
+            if _launch.logging():
+                self._log_bound(op, plan.operands, operands)
             for launch, kernel in zip(plan.launches, ready.kernels):
                 kernel(*bound, threads=launch.threads, group_size=launch.group)
-        self.count(op, None)
+        self.ran(op)
+
+    def _log_bound(self, op: str, names: List[str],
+                   operands: Mapping[str, Optional[torch.Tensor]]) -> None:
+        for name in names:
+            tensor = operands.get(name)
+            if tensor is not None and tensor.numel():
+                _launch.log_bind(op, name, tensor.element_size(), tensor.shape, tensor.stride(),
+                                 storage_is_shared())
 
     def _dummy(self, device: torch.device) -> torch.Tensor:
         found = self._nothing.get(device)
@@ -299,6 +315,14 @@ class Launcher:
         self.agreed.add(asked)
 
     # ---- What happened ---------------------------------------------------------------------------
+
+    def ran(self, op: str, backend: str = "mps", fell_back: Optional[str] = None) -> None:
+        """One more call that `backend` ran, after Orchard's kernels did not for the reason
+        `fell_back`. The log of calls, if it is on, waits for it: only what is done succeeded."""
+        self.count(op, None, backend)
+        if _launch.logging():
+            self._mps.synchronize()
+            _launch.log_call(op, "metal" if backend == "mps" else backend, fell_back)
 
     def count(self, op: str, reason: Optional[str], backend: str = "mps") -> None:
         """One more call that `backend` ran, or did not for this reason."""
