@@ -30,7 +30,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Union
 
 import torch
 
@@ -81,6 +81,10 @@ class _Ready:
         self.plan, self.kernels = plan, kernels
 
 
+def _first_line(why: Exception) -> str:
+    return (str(why).strip() or "no reason was given").splitlines()[0]
+
+
 def storage_is_shared() -> bool:
     """Tensors on mps live in shared storage since torch 2.12; before, in private storage."""
     major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -115,7 +119,7 @@ class Launcher:
 
     def __init__(self, mps: Any = torch.mps) -> None:
         self._mps = mps
-        self._device: Optional[_launch.DeviceInfo] = None
+        self._device: Union[_launch.DeviceInfo, str, None] = None  # or why nothing compiles
         self._lock = threading.RLock()
         self._libraries: Dict[Tuple[bytes, Tuple[int, ...]], Any] = {}  # or why it did not compile
         self._plans: Dict[tuple, _Ready] = {}
@@ -131,20 +135,27 @@ class Launcher:
 
     # ---- The device ------------------------------------------------------------------------------
 
-    def device(self) -> _launch.DeviceInfo:
-        """What plans are made for. Every GPU that torch >= 2.7 runs on is Apple's own: 32 KiB of
-        threadgroup memory and 1024 threads are sure, the rest is asked for."""
+    def device(self) -> Union[_launch.DeviceInfo, str]:
+        """What plans are made for, or why nothing compiles here. Every GPU that torch >= 2.7 runs
+        on is Apple's own: 32 KiB of threadgroup memory and 1024 threads are sure, the rest is asked
+        for."""
         with self._lock:
             if self._device is None:
-                matrix = 1
-                try:
-                    probe = self._mps.compile_shader(_PROBE % _MATRIX).orchard_probe
-                except (SyntaxError, RuntimeError):
-                    matrix, probe = 0, self._mps.compile_shader(_PROBE % "").orchard_probe
-                self._device = _launch.DeviceInfo(
+                self._device = self._ask_device()
+            return self._device
+
+    def _ask_device(self) -> Union[_launch.DeviceInfo, str]:
+        if not hasattr(self._mps, "compile_shader"):
+            return NO_COMPILER
+        for matrix, statements in ((1, _MATRIX), (0, "")):
+            try:
+                probe = self._mps.compile_shader(_PROBE % statements).orchard_probe
+                return _launch.DeviceInfo(
                     name=b"torch.mps", group_threads=1024, local_bytes=32768, matrix=matrix,
                     simd_width=probe.thread_execution_width)
-            return self._device
+            except (SyntaxError, RuntimeError, AttributeError) as why:
+                refused = f"{NOT_COMPILED}: orchard_probe: {_first_line(why)}"
+        return refused
 
     # ---- From a call to compiled kernels ---------------------------------------------------------
 
@@ -156,7 +167,7 @@ class Launcher:
                     found = self._mps.compile_shader(_launch.source(launch))
                     self.compiled += 1
                 except (SyntaxError, RuntimeError) as why:  # remembered: it would not help again
-                    found = str(why).strip() or "no reason was given"
+                    found = _first_line(why)
                 self._libraries[launch.text] = found
             return found
 
@@ -164,7 +175,7 @@ class Launcher:
         """The kernel, or why it cannot run."""
         library = self._library_of(launch)
         if isinstance(library, str):
-            return None, f"{NOT_COMPILED}: {launch.kernel}: {library.splitlines()[0]}"
+            return None, f"{NOT_COMPILED}: {launch.kernel}: {library}"
         try:
             kernel = getattr(library, launch.kernel)
         except (AttributeError, RuntimeError) as why:
@@ -228,13 +239,13 @@ class Launcher:
                  options: Mapping[str, Any], check_lengths: bool, asking: bool = False
                  ) -> Tuple[_Ready, Optional[str]]:
         """The plan with its kernels; or why there is none."""
-        if not hasattr(self._mps, "compile_shader"):
-            return _Ready(_launch.Plan(NO_COMPILER, [], [], [], [], []), []), NO_COMPILER
         key, described = self._describe(op, operands, options, check_lengths, asking)
         ready = self._plans.get(key)
         if ready is not None:
             return ready, None
         device = self.device()
+        if isinstance(device, str):
+            return _Ready(_launch.Plan(device, [], [], [], [], []), []), device
         arguments, kept = self._arguments(op, described, options, check_lengths)
         plan = _launch.make_plan(op, arguments, device)
         ready = _Ready(plan, [])
