@@ -34,8 +34,9 @@ def probe(device: str) -> Optional[str]:
     from orchard.torch import scaled_dot_product_attention
     results = []
     for where in ("cpu", device):
-        random = torch.Generator().manual_seed(1)
-        q, k, v, dout = (torch.randn(1, 2, 9, 16, generator=random).to(where) for _ in range(4))
+        random = torch.Generator("cpu").manual_seed(1)
+        q, k, v, dout = (torch.randn(1, 2, 9, 16, generator=random, device="cpu").to(where)
+                         for _ in range(4))
         leaves = [x.requires_grad_(True) for x in (q, k, v)]
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
         grads = torch.autograd.grad(out, leaves, dout)

@@ -111,6 +111,22 @@ def test_the_documents_example():
     assert (q.grad - elementwise).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_default_device_is_for_others(way):
+    """Tensors that Orchard makes for itself stay where they belong."""
+    q, k, v = qkv(2, 4, 12, 8)
+    dout, found = torch.ones(2, 4, 12, 8), []
+    for default in ("cpu", "meta"):
+        torch.manual_seed(4)
+        with torch.device(default):
+            out, mask = WAYS[way](q, k, v, 0.5, 0.3, True)
+            grads = torch.autograd.grad(out, (q, k, v), dout)
+            by_hand = orchard_ops.flash_attn_bwd(dout, q, k, v, mask, 0.5, 0.3, True)
+            assert metal.probe("cpu") is None
+        found.append((out.detach(), mask, *grads, *by_hand))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
 def test_queries_and_keys_of_different_number_and_heads():
     q, k, v = random(2, 4, 9, 16), random(2, 2, 30, 16), random(2, 2, 30, 16, seed=3)
     q, k, v = (x.requires_grad_(True) for x in (q, k, v))

@@ -269,6 +269,28 @@ def test_the_first_orchards_names(launcher, way, dtype):  # noqa: F811
                      {(op, *how) for op in ops for how in (("mps", F64), ("pytorch", None))})
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_default_device_is_for_others(launcher, way, dtype):  # noqa: F811
+    leaves = [fake_mps.tensor(x).requires_grad_() for x in draw(dtype=dtype).values()]
+    dout, found = fake_mps.tensor(torch.ones(2, 4, 37, 16, dtype=dtype)), []
+    for default in ("cpu", "meta"):
+        torch.manual_seed(4)
+        with torch.device(default):
+            out, state = WAYS[way](*leaves, 0.3, 0.4, True)
+            grads = torch.autograd.grad(out, leaves, dout)
+            by_hand = BWD(dout, *leaves, state, 0.3, 0.4, True)
+        found.append([x.detach().cpu() for x in (out, state, *grads, *by_hand)])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_lengths_are_checked_under_a_default_device(launcher):  # noqa: F811
+    inputs = on_mps(dict(draw(), out=torch.empty(2, 4, 37, 16)))
+    lengths = fake_mps.tensor(torch.tensor([53, 9, 99, 9]))[::2]
+    with torch.device("meta"), pytest.raises(orchard.ArgumentError, match="key_lengths.1. is 99"):
+        launcher.run("attention_forward", dict(inputs, key_lengths=lengths))
+
+
 def test_the_first_orchards_names_when_strict(launcher, monkeypatch):  # noqa: F811
     monkeypatch.setenv("ORCHARD_STRICT", "1")
     for way in ("orchard_ops", "orchard_bridge"):

@@ -98,7 +98,8 @@ def _on_host(lengths: torch.Tensor) -> torch.Tensor:
         return host
     if 0 in lengths.stride():
         return lengths[:1].cpu().expand(lengths.shape)
-    return torch.empty_strided(lengths.shape, lengths.stride(), dtype=lengths.dtype).copy_(host)
+    return torch.empty_strided(lengths.shape, lengths.stride(), dtype=lengths.dtype,
+                               device="cpu").copy_(host)
 
 
 _launchers: "weakref.WeakSet[Launcher]" = weakref.WeakSet()
