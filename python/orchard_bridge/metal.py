@@ -8,8 +8,6 @@ from typing import Optional
 
 import torch
 
-from orchard import _structs
-from orchard._library import lib
 from orchard.torch.mps import storage_is_shared
 
 __all__ = ["probe", "storage_is_shared", "why_not"]
@@ -46,12 +44,3 @@ def probe(device: str) -> Optional[str]:
         if not apart <= 1e-4:
             return f"{name} on {device} is off by {apart:.3g}"
     return None
-
-
-def backwards_elsewhere() -> int:
-    """How many backward calls of this process the C library's own backends have run."""
-    capacity = 256
-    lines = (_structs.ReportLine * capacity)()
-    found = lib.orchard_report(lines, capacity)
-    return sum(line.count for line in lines[:min(found, capacity)]
-               if line.op == b"attention_backward" and line.reason is None)

@@ -470,12 +470,6 @@ def test_debug_lines_of_metal(monkeypatch, capsys):
     right = [x.grad for x in train(causal=True)]
     monkeypatch.setenv("ORCHARD_DEBUG_FLASHATN", "1")
     monkeypatch.setattr(flash_attn_function, "on_mps", lambda x: True)
-    train(causal=True)
-    told = capsys.readouterr()      # the CPU ran it, so Metal did not
-    assert "succeeded" not in told.out
-    assert told.err == (f"{BACKWARD} Metal bwd failed (another backend took the call); falling "
-                        "back to reference attention backward.\n")
-    monkeypatch.setattr(metal, "backwards_elsewhere", lambda: 0)
     monkeypatch.setattr(metal, "storage_is_shared", lambda: True)
     train(causal=True)
     told = capsys.readouterr()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -317,6 +318,32 @@ def test_the_bridge_says_who_ran_the_backward(launcher, dtype, monkeypatch, caps
         assert "succeeded" not in told.out
         assert told.err == (f"{begin}bwd failed ({F64}); falling back to reference attention "
                             "backward.\n")
+
+
+def test_a_backward_of_another_thread_is_not_ours(launcher, monkeypatch, capsys):  # noqa: F811
+    """While Metal runs ours, another thread trains on the CPU, and a third one is refused."""
+    monkeypatch.setenv("ORCHARD_DEBUG_FLASHATN", "1")
+    run = mps.backward
+
+    def step(place, dtype):
+        leaves = [place(x).requires_grad_() for x in draw(G=4, T=4, S=4, dtype=dtype).values()]
+        torch.autograd.grad(attention(*leaves, return_lse=True)[0].sum(), leaves)
+
+    def while_others_train(*arguments):
+        monkeypatch.setattr(mps, "backward", run)
+        for others in ((lambda x: x, torch.float32), (fake_mps.tensor, torch.float64)):
+            thread = threading.Thread(target=step, args=others)
+            thread.start()
+            thread.join()
+        return run(*arguments)
+
+    leaves = [fake_mps.tensor(x).requires_grad_() for x in draw().values()]
+    out, _ = orchard_bridge.flash_attn(*leaves, 0.3)
+    monkeypatch.setattr(mps, "backward", while_others_train)
+    out.sum().backward()
+    told = capsys.readouterr()
+    assert told.out.endswith("Metal backward succeeded with shared storage tensors.\n")
+    assert told.err == ""
 
 
 # ---- The logs ------------------------------------------------------------------------------------
