@@ -367,7 +367,7 @@ def test_enable_flash_says_that_there_is_no_metal(no_metal, capsys, monkeypatch)
     assert orchard_bridge.enable_flash(verbose=True) is False
     told = capsys.readouterr().err
     assert "WARNING:orchard_bridge:[starcoder-orchard] FlashAttention does not run on Metal" in told
-    assert "INFO:orchard_bridge:[starcoder-orchard] attention runs on the CPU, by " in told
+    assert "INFO:orchard_bridge:[starcoder-orchard] attention of CPU tensors runs by " in told
     with pytest.raises(RuntimeError, match="FlashAttention does not run on Metal"):
         orchard_bridge.enable_flash(strict=True)
     assert orchard_bridge.is_metal_flash_attn_available() is False
@@ -420,8 +420,8 @@ def test_enable_flash_as_a_command():
     done = python("-m", "orchard_bridge.enable_flash", "--verbose")
     found = orchard_bridge.is_metal_flash_attn_available()
     assert done.returncode == (0 if found else 1)
-    where = "Metal" if found else "the CPU"
-    assert done.stdout == f"[starcoder-orchard] attention runs on {where}\n"
+    runs = "runs" if found else "does not run"
+    assert done.stdout == f"[starcoder-orchard] attention {runs} on Metal\n"
     assert ("does not run on Metal" in done.stderr) is not found
     assert "Warning:" not in done.stderr
 

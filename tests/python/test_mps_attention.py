@@ -21,7 +21,8 @@ from orchard.torch import mps
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch.mps_attention import fall_back, refusal
 from orchard.torch.outputs import DBIAS, DK, DQ, DV
-from test_mps import counted, draw, launcher, on_mps  # noqa: F401 (launcher is a fixture)
+from orchard_bridge import metal
+from test_mps import NoCompiler, counted, draw, launcher, on_mps  # noqa: F401 (a fixture)
 from test_torch_values import OPTIONS
 from torch_formula import formula, judge, rand
 
@@ -318,6 +319,43 @@ def test_the_bridge_says_who_ran_the_backward(launcher, dtype, monkeypatch, caps
         assert "succeeded" not in told.out
         assert told.err == (f"{begin}bwd failed ({F64}); falling back to reference attention "
                             "backward.\n")
+
+
+@pytest.fixture
+def metal_is_there(monkeypatch):
+    """torch says that there is Metal, and moves tensors to the fake's."""
+    plain = torch.Tensor.to
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *how, **more: (
+        fake_mps.tensor(self) if how == ("mps",) else plain(self, *how, **more)))
+    monkeypatch.setenv("USE_FLASH_ATTN", "0")
+    metal.why_not.cache_clear()
+    yield
+    metal.why_not.cache_clear()
+
+
+def test_enable_flash_where_the_kernels_run(launcher, metal_is_there):  # noqa: F811
+    assert metal.why_not() is None
+    assert orchard_bridge.enable_flash(strict=True) is True
+    assert orchard_bridge.is_metal_flash_attn_available() is True
+    assert os.environ["USE_FLASH_ATTN"] == "2"
+    assert counted(launcher) == [("attention_forward", None, 1), ("attention_backward", None, 1)]
+
+
+@pytest.mark.parametrize("probe", [True, False], ids=["probe compiles", "nothing compiles"])
+def test_enable_flash_where_no_kernel_compiles(metal_is_there, probe, monkeypatch, capsys):
+    """PyTorch computes the step in their place, and rightly: that is not Metal's doing."""
+    monkeypatch.setattr(mps, "launcher", mps.Launcher(NoCompiler(probe)))
+    assert metal.why_not().startswith("the device's compiler refused a kernel: ")
+    assert orchard_bridge.enable_flash(verbose=True) is False
+    told = capsys.readouterr().err
+    assert "FlashAttention does not run on Metal: the device's compiler refused a kernel: " in told
+    assert orchard_bridge.is_metal_flash_attn_available() is False
+    assert os.environ["USE_FLASH_ATTN"] == "0"
+    with pytest.raises(RuntimeError, match="does not run on Metal: the device's compiler"):
+        orchard_bridge.enable_flash(strict=True)
+    out, _ = orchard_bridge.flash_attn(*[fake_mps.tensor(torch.randn(1, 2, 9, 16))] * 3, 0.3)
+    assert out.is_mps  # works all the same
 
 
 def test_a_backward_of_another_thread_is_not_ours(launcher, monkeypatch, capsys):  # noqa: F811
