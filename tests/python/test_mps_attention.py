@@ -16,6 +16,7 @@ import fake_mps
 import orchard
 import orchard_bridge
 import orchard_ops
+import test_mps_smoke_training as smoke
 from orchard import switch
 from orchard.torch import mps
 from orchard.torch import scaled_dot_product_attention as attention
@@ -384,6 +385,47 @@ def test_a_backward_of_another_thread_is_not_ours(launcher, monkeypatch, capsys)
     assert told.err == ""
 
 
+class ToMps(torch.autograd.Function):
+    """To the fake's mps, or back to the CPU; gradients the other way."""
+
+    @staticmethod
+    def forward(ctx, x, back):
+        ctx.back = back
+        return x.cpu() if back else fake_mps.tensor(x.clone())
+
+    @staticmethod
+    def backward(ctx, dx):
+        return fake_mps.tensor(dx.clone()) if ctx.back else dx.cpu(), None
+
+
+def on_the_fake(module, query, key, value, attention_mask, **options):
+    placed = [ToMps.apply(x, False) for x in (query, key, value)]
+    out, _ = smoke.first_orchard(module, *placed, attention_mask, **options)
+    return ToMps.apply(out, True), None
+
+
+smoke.AttentionInterface.register("on_the_fake", on_the_fake)
+smoke.AttentionMaskInterface.register("on_the_fake", lambda *args, **kwargs: None)
+
+
+def test_the_smoke_test_sees_who_ran(launcher, monkeypatch):  # noqa: F811
+    """Its 30 steps with attention on the fake's mps: by Orchard's kernels; and by PyTorch's
+    operations in their place, which lead to the same loss and must be noticed."""
+    before, right = smoke.report(), smoke.train(smoke.tiny_gpt2("eager"))
+    losses = smoke.train(smoke.tiny_gpt2("on_the_fake"))
+    smoke.check_backend(smoke.ran_since(before), "mps")
+    assert losses[-1] < 0.5 * losses[0]
+    assert max(abs(a - b) for a, b in zip(losses, right)) < 1e-2
+
+    monkeypatch.setattr(mps, "launcher", mps.Launcher(NoCompiler()))
+    before = smoke.report()
+    losses = smoke.train(smoke.tiny_gpt2("on_the_fake"))
+    assert max(abs(a - b) for a, b in zip(losses, right)) < 1e-2
+    smoke.check_backend(smoke.ran_since(before), "pytorch")
+    with pytest.raises(AssertionError):
+        smoke.check_backend(smoke.ran_since(before), "mps")
+
+
 # ---- The logs ------------------------------------------------------------------------------------
 
 def logs_of(tmp_path, code, **switches):
@@ -395,8 +437,9 @@ def logs_of(tmp_path, code, **switches):
              "    made = torch.randn(2, 4, 9, 16).to(dtype)\n"
              "    return [place(made.clone()).requires_grad_() for _ in range(3)]\n")
     paths = [tmp_path / "calls.log", tmp_path / "profile.log"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")])),
-           "ORCHARD_DEBUG_FLASH_ATN_LOG": str(paths[0]), "ORCHARD_TENSOR_PROFILE_LOG": str(paths[1])}
+    found = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": found, "ORCHARD_DEBUG_FLASH_ATN_LOG": str(paths[0]),
+           "ORCHARD_TENSOR_PROFILE_LOG": str(paths[1])}
     for name in ("ORCHARD_DEBUG_FLASH_ATN", "ORCHARD_DEBUG_FLASHATN", "ORCHARD_TENSOR_PROFILE"):
         env.pop(name, None)
     done = subprocess.run([sys.executable, "-c", begin + code + "print(fake_mps.Counts.waits)"],
