@@ -2,6 +2,7 @@
  * turned against the user. Each group is a process of its own: the environment is read once. */
 #define _DEFAULT_SOURCE
 #include <fcntl.h>
+#include <orchard/launch.h>
 #include <pthread.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -94,6 +95,9 @@ static void check_off(const char *value)
     unsetenv("ORCHARD_DEBUG_FLASH_ATN");
     unsetenv("ORCHARD_DEBUG_FLASHATN");
     work();
+    CHECK_INT(orchard_log_on(), 0);
+    orchard_log_call("attention_forward", "metal", NULL);
+    orchard_log_bind("attention_forward", "q", 4, ORCHARD_STORAGE_SHARED);
     CHECK(access(path, F_OK) != 0);
 }
 
@@ -351,6 +355,48 @@ static void test_refused_calls(void)
     orchard_ctx_free(ctx);
 }
 
+/* What others launched and tell of: the same counters, the same words, Metal only where it ran. */
+static void test_launched_calls(void)
+{
+    setenv("ORCHARD_TENSOR_PROFILE", "1", 1);
+    turn_on("ORCHARD_DEBUG_FLASH_ATN", "1", "launched");
+    CHECK_INT(orchard_log_on(), 1);
+    work();
+    orchard_log_bind("attention_forward", "q", 384, ORCHARD_STORAGE_PRIVATE);
+    orchard_log_bind("attention_forward", "k", 320, ORCHARD_STORAGE_SHARED);
+    orchard_log_call("attention_forward", "metal", NULL);
+    orchard_log_call("attention_backward", "metal", NULL);
+    orchard_log_call("attention_backward", "pytorch", "f64 tensors");
+    HOLDS("bind attention_forward q 384 direct private\n"
+          "bind attention_forward k 320 direct shared\n"
+          "[flashattn.mm] FWD call=2 backend=metal\n[flashattn.mm] Metal forward succeeded\n"
+          "[flashattn.mm] BWD call=2 backend=metal\n[flashattn.mm] Metal backward succeeded\n"
+          "[flashattn.mm] BWD call=3 backend=pytorch\n"
+          "[flashattn.mm] falling back to pytorch: f64 tensors\n"
+          "flash_attn_bwd: pytorch backward done\n",
+          1);
+    const int lines = count("\n");
+    orchard_log_call(NULL, "metal", NULL);
+    orchard_log_call("attention_forward", NULL, NULL);
+    orchard_log_call("attention", "metal", NULL);
+    orchard_log_bind(NULL, "q", 1, ORCHARD_STORAGE_SHARED);
+    orchard_log_bind("attention_forward", NULL, 1, ORCHARD_STORAGE_SHARED);
+    HOLDS("\n", lines);
+    clean_run_says_nothing_bad();
+}
+
+/* The profile alone: no line of calls, and they are not counted. */
+static void test_launched_profile(void)
+{
+    unsetenv("ORCHARD_DEBUG_FLASH_ATN");
+    unsetenv("ORCHARD_DEBUG_FLASHATN");
+    turn_on("ORCHARD_TENSOR_PROFILE", "1", "launched profile");
+    CHECK_INT(orchard_log_on(), 1);
+    orchard_log_call("attention_forward", "metal", NULL);
+    orchard_log_bind("attention_forward", "q", 4, ORCHARD_STORAGE_SHARED);
+    CHECK_STRING(text_of(path), "bind attention_forward q 4 direct shared\n");
+}
+
 /* On Metal both logs in one file: every operand's way, and who ran. */
 static void test_metal_calls(void)
 {
@@ -442,6 +488,8 @@ int main(int argc, char **argv)
     run_group("cpu calls", test_cpu_calls);
     run_group("other spelling", test_other_spelling);
     run_group("refused calls", test_refused_calls);
+    run_group("launched calls", test_launched_calls);
+    run_group("launched profile", test_launched_profile);
     if (standin_exists()) {
         run_group("metal calls", test_metal_calls);
         run_group("queued calls", test_queued_calls);

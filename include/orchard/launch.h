@@ -15,7 +15,7 @@
  *             my_dispatch(kernel, launch->groups, launch->threads);
  *         }
  *     }
- *     orchard_launches_free(plan);
+ *     orchard_launches_free(plan);                                   // and for logs: see below
  *
  * No device is opened and no tensor's memory is touched. The plan is the one that the library's own
  * backend makes and launches, so its results are the same bits on the same device. */
@@ -82,6 +82,25 @@ ORCHARD_API orchard_status orchard_launches_create(orchard_ctx *ctx, orchard_lau
 
 /* NULL is fine. */
 ORCHARD_API void orchard_launches_free(orchard_launches *launches);
+
+/* ---- Logs ------------------------------------------------------------------------------------
+ *
+ * The logs that ORCHARD_DEBUG_FLASH_ATN and ORCHARD_TENSOR_PROFILE switch on tell of calls that the
+ * library runs. Who launches a plan says so here, and the same counters and lines tell of it. */
+
+/* 1: one of them is on; 0: none is, as long as the process lives, and the calls below do nothing.
+ * The environment is read at the first call that asks. */
+ORCHARD_API int32_t orchard_log_on(void);
+
+/* A call of `op` succeeded, and is done: wait for it first. `backend` is who ran it: of "metal" the
+ * log says that Metal did. `fell_back`: why another one did not, NULL if none came before. NULL for
+ * another argument, or an operation that the log does not know, writes nothing. */
+ORCHARD_API void orchard_log_call(const char *op, const char *backend, const char *fell_back);
+
+/* An operand of a call was bound where it lies, `bytes` of it, from its first element to its last.
+ * NULL writes nothing. */
+ORCHARD_API void orchard_log_bind(const char *op, const char *operand, uint64_t bytes,
+                                  orchard_storage storage);
 
 #ifdef __cplusplus
 }

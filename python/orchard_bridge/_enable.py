@@ -20,7 +20,8 @@ FORMAT = "%(asctime)s %(levelname)s:%(name)s:%(message)s"
 def enable_flash(verbose: bool = False, strict: bool = False) -> bool:
     """True if attention, forward and backward, really runs on Metal on this machine.
 
-    False means that everything works all the same, on the CPU; `strict` makes it a RuntimeError.
+    False means that everything works all the same, tensors on mps by PyTorch's operations and
+    others on the CPU; `strict` makes it a RuntimeError.
     `verbose` prints the reason; it goes to the logger "orchard_bridge" in any case.
     """
     why = metal.why_not()
@@ -29,7 +30,7 @@ def enable_flash(verbose: bool = False, strict: bool = False) -> bool:
         say(logging.INFO, "FlashAttention runs on Metal", verbose)
         return True
     say(logging.WARNING, f"FlashAttention does not run on Metal: {why}", verbose)
-    say(logging.INFO, f"attention runs on the CPU, by {_find_orchard_dylib()}", verbose)
+    say(logging.INFO, f"attention of CPU tensors runs by {_find_orchard_dylib()}", verbose)
     if strict:
         raise RuntimeError(f"{PREFIX}FlashAttention does not run on Metal: {why}")
     return False
@@ -56,7 +57,7 @@ def _find_orchard_dylib() -> Optional[str]:
 
 
 def command(arguments: List[str]) -> int:
-    """python -m orchard_bridge.enable_flash [--verbose] [--strict]: 0 Metal, 1 CPU, 2 fatal."""
+    """python -m orchard_bridge.enable_flash [--verbose] [--strict]: 0 Metal, 1 not, 2 fatal."""
     unknown = [word for word in arguments if word not in ("--verbose", "--strict")]
     if unknown:
         print(f"enable_flash: {unknown[0]} is neither --verbose nor --strict", file=sys.stderr)
@@ -66,5 +67,5 @@ def command(arguments: List[str]) -> int:
     except RuntimeError as why:
         print(why, file=sys.stderr)
         return 2
-    print(PREFIX + ("attention runs on Metal" if found else "attention runs on the CPU"))
+    print(f"{PREFIX}attention {'runs' if found else 'does not run'} on Metal")
     return 0 if found else 1

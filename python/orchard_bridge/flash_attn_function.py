@@ -83,8 +83,7 @@ def differentiate(needs: int, *given) -> tuple:
     if not on_mps(given[0]):
         tell(f"{BACKWARD} Metal kernel unavailable, attempting reference fallback.", sys.stderr)
         return flash_ops.differentiate(needs, *given)
-    before = metal.backwards_elsewhere()
-    mps_attention.last.refusal = None
+    mps_attention.last.refusal = None  # this thread's: what others run is not ours to tell
     try:
         made = flash_ops.differentiate(needs, *given)
     except UnsupportedError:  # ORCHARD_STRICT forbids a fallback
@@ -94,8 +93,6 @@ def differentiate(needs: int, *given) -> tuple:
              sys.stderr)
         return on_cpu(needs, *given)
     why = mps_attention.last.refusal
-    if why is None and metal.backwards_elsewhere() != before:
-        why = "another backend took the call"
     if why is not None:
         tell(f"{BACKWARD} Metal bwd failed ({why}); falling back to reference attention backward.",
              sys.stderr)

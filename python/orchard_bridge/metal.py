@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Optional
 
 import torch
 
-from orchard import _structs
-from orchard._library import lib
+from orchard.torch import mps_attention
+from orchard.torch.mps import storage_is_shared
+
+__all__ = ["probe", "storage_is_shared", "why_not"]
 
 
 @functools.lru_cache(maxsize=None)
@@ -20,40 +21,29 @@ def why_not() -> Optional[str]:
         return ("there is no Metal device (torch.backends.mps.is_available() is False)" if built
                 else "this torch was built without MPS, so there is no Metal")
     try:
-        importlib.import_module("orchard.torch.mps")
         return probe("mps")
     except Exception as why:
         return f"attention on mps does not work: {type(why).__name__}: {why}"
 
 
 def probe(device: str) -> Optional[str]:
-    """A small training step there and on the CPU: None if they agree."""
+    """A small training step there and on the CPU: None if Orchard's kernels ran it, not PyTorch's
+    operations in their place, and the two agree."""
     from orchard.torch import scaled_dot_product_attention
     results = []
+    mps_attention.last.refusal = None
     for where in ("cpu", device):
-        random = torch.Generator().manual_seed(1)
-        q, k, v, dout = (torch.randn(1, 2, 9, 16, generator=random).to(where) for _ in range(4))
+        random = torch.Generator("cpu").manual_seed(1)
+        q, k, v, dout = (torch.randn(1, 2, 9, 16, generator=random, device="cpu").to(where)
+                         for _ in range(4))
         leaves = [x.requires_grad_(True) for x in (q, k, v)]
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
         grads = torch.autograd.grad(out, leaves, dout)
         results.append([x.detach().cpu() for x in (out, *grads)])
+    if mps_attention.last.refusal is not None:
+        return mps_attention.last.refusal
     for name, right, found in zip(("out", "dq", "dk", "dv"), *results):
         apart = (right - found).abs().max().item()
         if not apart <= 1e-4:
             return f"{name} on {device} is off by {apart:.3g}"
     return None
-
-
-def backwards_elsewhere() -> int:
-    """How many backward calls of this process the C library's own backends have run."""
-    capacity = 256
-    lines = (_structs.ReportLine * capacity)()
-    found = lib.orchard_report(lines, capacity)
-    return sum(line.count for line in lines[:min(found, capacity)]
-               if line.op == b"attention_backward" and line.reason is None)
-
-
-def storage_is_shared() -> bool:
-    """Tensors on mps live in shared storage since torch 2.12; before, in private storage."""
-    major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    return (major, minor) >= (2, 12)

@@ -137,7 +137,7 @@ def out_shape(q: Tensor, v: Tensor) -> torch.Size:
 
 def new_seed(call: Call) -> Optional[Tensor]:
     """From torch's generator: torch.manual_seed repeats a run."""
-    return torch.randint(2 ** 63 - 1, ()) if call.dropout_p > 0 else None
+    return torch.randint(2 ** 63 - 1, (), device="cpu") if call.dropout_p > 0 else None
 
 
 def arguments(call: Call, seed: Optional[Tensor]) -> tuple:

@@ -61,8 +61,8 @@ def real(number: int) -> float:
 
 def pack(call: Call, lse: Tensor, seed: Optional[Tensor]) -> Tensor:
     """The state of a call: its numbers, its seed, its log-sum-exp."""
-    numbers = torch.tensor(list(call.numbers().values()), dtype=torch.int64)
-    seed = torch.zeros((), dtype=torch.int64) if seed is None else seed
+    numbers = torch.tensor(list(call.numbers().values()), dtype=torch.int64, device="cpu")
+    seed = torch.zeros((), dtype=torch.int64, device="cpu") if seed is None else seed
     head = torch.cat([numbers, seed.reshape(1).to("cpu", torch.int64)]).view(torch.int32)
     tail = lse.detach().contiguous().view(torch.int32).flatten()
     return torch.cat([head.to(tail.device), tail])

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <limits.h>
+#include <orchard/launch.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -37,6 +38,11 @@ bool orch_log_on(orch_log log)
 {
     pthread_once(&once, read_environment);
     return paths[log][0];
+}
+
+int32_t orchard_log_on(void)
+{
+    return orch_log_on(ORCH_LOG_PROFILE) || orch_log_on(ORCH_LOG_CALLS);
 }
 
 /* /tmp is everybody's: what somebody else put there under our name, be it a link, a pipe that would

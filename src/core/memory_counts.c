@@ -2,6 +2,7 @@
 #include "core/memory_counts.h"
 
 #include <inttypes.h>
+#include <orchard/launch.h>
 #include <stdatomic.h>
 
 #include "core/lock.h"
@@ -34,6 +35,13 @@ void orch_memory_log_bind(const char *op, const char *operand, orch_resolution h
 {
     orch_log_line(ORCH_LOG_PROFILE, "bind %s %s %zu %s %s", op, operand, bytes, words[how],
                   storage_word(storage));
+}
+
+void orchard_log_bind(const char *op, const char *operand, uint64_t bytes, orchard_storage storage)
+{
+    if (op && operand) {
+        orch_memory_log_bind(op, operand, ORCH_DIRECT, storage, (size_t)bytes);
+    }
 }
 
 void orchard_memory_report(orchard_memory_counts *report)

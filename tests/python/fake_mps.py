@@ -173,6 +173,7 @@ def install() -> None:
     if not _shim.shim_open(standin, why, ctypes.c_size_t(WHY)):
         raise RuntimeError(why.value.decode())
     torch._C._mps_compileShader = ShaderLibrary
+    torch._C._mps_deviceSynchronize = _synchronize
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("empty.memory_format", _empty, "MPS")
     aten.impl("empty_strided", _empty_strided, "MPS")
@@ -184,8 +185,14 @@ class Counts:
 
     compiles = 0
     dispatches = 0
+    waits = 0
     private = False  # whether storages are private: seen by kernels and blits alone
     last_names: List[str] = []
+
+
+def _synchronize() -> None:
+    """Kernels of the stand-in are done when they come back."""
+    Counts.waits += 1
 
 
 # ---- compile_shader ------------------------------------------------------------------------------

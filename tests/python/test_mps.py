@@ -186,6 +186,43 @@ def test_a_kernel_that_does_not_compile(launcher):
     assert counted(launcher) == [("attention_forward", reason, 2)]
 
 
+class NoCompiler:
+    """torch.mps whose compiler refuses everything, the probe too unless it shall pass."""
+
+    def __init__(self, probe=False):
+        self.probe, self.tried = probe, 0
+
+    def compile_shader(self, text):
+        if self.probe and "orchard_probe" in text:
+            return torch.mps.compile_shader(text)
+        self.tried += 1
+        raise SyntaxError("Failed to create metal library\nand more lines")
+
+
+def test_a_compiler_that_refuses_even_the_probe(monkeypatch):
+    """PyTorch computes the call, and it is counted; nothing is compiled again."""
+    compiler = NoCompiler()
+    launcher = Launcher(compiler)
+    monkeypatch.setattr(mps, "launcher", launcher)
+    inputs = draw(G=4)
+    for _ in range(2):
+        leaves = [fake_mps.tensor(x).requires_grad_() for x in inputs.values()]
+        out = attention(*leaves, is_causal=True)
+        out.sum().backward()
+    copies = [x.clone().requires_grad_() for x in inputs.values()]
+    true, _ = formula(*copies, is_causal=True, dtype=torch.float64)
+    torch.testing.assert_close(out.detach().cpu(), true.detach(), rtol=1e-4, atol=1e-5)
+    for leaf, wanted in zip(leaves, torch.autograd.grad(true.sum(), copies)):
+        torch.testing.assert_close(leaf.grad.cpu(), wanted, rtol=1e-4, atol=1e-5)
+    reason = ("the device's compiler refused a kernel: orchard_probe: Failed to create metal "
+              "library")
+    assert [(x.op, x.backend, x.reason, x.count) for x in launcher.report()] == [
+        ("attention_forward", "mps", reason, 2), ("attention_forward", "pytorch", None, 2)]
+    assert compiler.tried == 2  # with matrices and without
+    with pytest.raises(_library.UnsupportedError, match="orchard_probe"):
+        launcher.run("attention_forward", operands_of())
+
+
 def test_registers_that_are_short(launcher, monkeypatch):
     monkeypatch.setenv("METAL_STANDIN_MAX_THREADS", "96")
     reason = launcher.supported("attention_forward", operands_of())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ import fake_mps
 import orchard
 import orchard_bridge
 import orchard_ops
+import test_mps_smoke_training as smoke
 from orchard import switch
 from orchard.torch import mps
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch.mps_attention import fall_back, refusal
 from orchard.torch.outputs import DBIAS, DK, DQ, DV
-from test_mps import counted, draw, launcher, on_mps  # noqa: F401 (launcher is a fixture)
+from orchard_bridge import metal
+from test_mps import NoCompiler, counted, draw, launcher, on_mps  # noqa: F401 (a fixture)
 from test_torch_values import OPTIONS
 from torch_formula import formula, judge, rand
 
@@ -269,6 +272,28 @@ def test_the_first_orchards_names(launcher, way, dtype):  # noqa: F811
                      {(op, *how) for op in ops for how in (("mps", F64), ("pytorch", None))})
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_default_device_is_for_others(launcher, way, dtype):  # noqa: F811
+    leaves = [fake_mps.tensor(x).requires_grad_() for x in draw(dtype=dtype).values()]
+    dout, found = fake_mps.tensor(torch.ones(2, 4, 37, 16, dtype=dtype)), []
+    for default in ("cpu", "meta"):
+        torch.manual_seed(4)
+        with torch.device(default):
+            out, state = WAYS[way](*leaves, 0.3, 0.4, True)
+            grads = torch.autograd.grad(out, leaves, dout)
+            by_hand = BWD(dout, *leaves, state, 0.3, 0.4, True)
+        found.append([x.detach().cpu() for x in (out, state, *grads, *by_hand)])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_lengths_are_checked_under_a_default_device(launcher):  # noqa: F811
+    inputs = on_mps(dict(draw(), out=torch.empty(2, 4, 37, 16)))
+    lengths = fake_mps.tensor(torch.tensor([53, 9, 99, 9]))[::2]
+    with torch.device("meta"), pytest.raises(orchard.ArgumentError, match="key_lengths.1. is 99"):
+        launcher.run("attention_forward", dict(inputs, key_lengths=lengths))
+
+
 def test_the_first_orchards_names_when_strict(launcher, monkeypatch):  # noqa: F811
     monkeypatch.setenv("ORCHARD_STRICT", "1")
     for way in ("orchard_ops", "orchard_bridge"):
@@ -295,6 +320,182 @@ def test_the_bridge_says_who_ran_the_backward(launcher, dtype, monkeypatch, caps
         assert "succeeded" not in told.out
         assert told.err == (f"{begin}bwd failed ({F64}); falling back to reference attention "
                             "backward.\n")
+
+
+@pytest.fixture
+def metal_is_there(monkeypatch):
+    """torch says that there is Metal, and moves tensors to the fake's."""
+    plain = torch.Tensor.to
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *how, **more: (
+        fake_mps.tensor(self) if how == ("mps",) else plain(self, *how, **more)))
+    monkeypatch.setenv("USE_FLASH_ATTN", "0")
+    metal.why_not.cache_clear()
+    yield
+    metal.why_not.cache_clear()
+
+
+def test_enable_flash_where_the_kernels_run(launcher, metal_is_there):  # noqa: F811
+    assert metal.why_not() is None
+    assert orchard_bridge.enable_flash(strict=True) is True
+    assert orchard_bridge.is_metal_flash_attn_available() is True
+    assert os.environ["USE_FLASH_ATTN"] == "2"
+    assert counted(launcher) == [("attention_forward", None, 1), ("attention_backward", None, 1)]
+
+
+@pytest.mark.parametrize("probe", [True, False], ids=["probe compiles", "nothing compiles"])
+def test_enable_flash_where_no_kernel_compiles(metal_is_there, probe, monkeypatch, capsys):
+    """PyTorch computes the step in their place, and rightly: that is not Metal's doing."""
+    monkeypatch.setattr(mps, "launcher", mps.Launcher(NoCompiler(probe)))
+    assert metal.why_not().startswith("the device's compiler refused a kernel: ")
+    assert orchard_bridge.enable_flash(verbose=True) is False
+    told = capsys.readouterr().err
+    assert "FlashAttention does not run on Metal: the device's compiler refused a kernel: " in told
+    assert orchard_bridge.is_metal_flash_attn_available() is False
+    assert os.environ["USE_FLASH_ATTN"] == "0"
+    with pytest.raises(RuntimeError, match="does not run on Metal: the device's compiler"):
+        orchard_bridge.enable_flash(strict=True)
+    out, _ = orchard_bridge.flash_attn(*[fake_mps.tensor(torch.randn(1, 2, 9, 16))] * 3, 0.3)
+    assert out.is_mps  # works all the same
+
+
+def test_a_backward_of_another_thread_is_not_ours(launcher, monkeypatch, capsys):  # noqa: F811
+    """While Metal runs ours, another thread trains on the CPU, and a third one is refused."""
+    monkeypatch.setenv("ORCHARD_DEBUG_FLASHATN", "1")
+    run = mps.backward
+
+    def step(place, dtype):
+        leaves = [place(x).requires_grad_() for x in draw(G=4, T=4, S=4, dtype=dtype).values()]
+        torch.autograd.grad(attention(*leaves, return_lse=True)[0].sum(), leaves)
+
+    def while_others_train(*arguments):
+        monkeypatch.setattr(mps, "backward", run)
+        for others in ((lambda x: x, torch.float32), (fake_mps.tensor, torch.float64)):
+            thread = threading.Thread(target=step, args=others)
+            thread.start()
+            thread.join()
+        return run(*arguments)
+
+    leaves = [fake_mps.tensor(x).requires_grad_() for x in draw().values()]
+    out, _ = orchard_bridge.flash_attn(*leaves, 0.3)
+    monkeypatch.setattr(mps, "backward", while_others_train)
+    out.sum().backward()
+    told = capsys.readouterr()
+    assert told.out.endswith("Metal backward succeeded with shared storage tensors.\n")
+    assert told.err == ""
+
+
+class ToMps(torch.autograd.Function):
+    """To the fake's mps, or back to the CPU; gradients the other way."""
+
+    @staticmethod
+    def forward(ctx, x, back):
+        ctx.back = back
+        return x.cpu() if back else fake_mps.tensor(x.clone())
+
+    @staticmethod
+    def backward(ctx, dx):
+        return fake_mps.tensor(dx.clone()) if ctx.back else dx.cpu(), None
+
+
+def on_the_fake(module, query, key, value, attention_mask, **options):
+    placed = [ToMps.apply(x, False) for x in (query, key, value)]
+    out, _ = smoke.first_orchard(module, *placed, attention_mask, **options)
+    return ToMps.apply(out, True), None
+
+
+smoke.AttentionInterface.register("on_the_fake", on_the_fake)
+smoke.AttentionMaskInterface.register("on_the_fake", lambda *args, **kwargs: None)
+
+
+def test_the_smoke_test_sees_who_ran(launcher, monkeypatch):  # noqa: F811
+    """Its 30 steps with attention on the fake's mps: by Orchard's kernels; and by PyTorch's
+    operations in their place, which lead to the same loss and must be noticed."""
+    before, right = smoke.report(), smoke.train(smoke.tiny_gpt2("eager"))
+    losses = smoke.train(smoke.tiny_gpt2("on_the_fake"))
+    smoke.check_backend(smoke.ran_since(before), "mps")
+    assert losses[-1] < 0.5 * losses[0]
+    assert max(abs(a - b) for a, b in zip(losses, right)) < 1e-2
+
+    monkeypatch.setattr(mps, "launcher", mps.Launcher(NoCompiler()))
+    before = smoke.report()
+    losses = smoke.train(smoke.tiny_gpt2("on_the_fake"))
+    assert max(abs(a - b) for a, b in zip(losses, right)) < 1e-2
+    smoke.check_backend(smoke.ran_since(before), "pytorch")
+    with pytest.raises(AssertionError):
+        smoke.check_backend(smoke.ran_since(before), "mps")
+
+
+# ---- The logs ------------------------------------------------------------------------------------
+
+def logs_of(tmp_path, code, **switches):
+    """What a process of its own leaves in the two logs, and how often it waited for the GPU."""
+    begin = ("import torch, fake_mps, orchard_bridge\n"
+             "from orchard.torch import scaled_dot_product_attention as attention\n"
+             "fake_mps.install()\n"
+             "def leaves(dtype=torch.float32, place=fake_mps.tensor):\n"
+             "    made = torch.randn(2, 4, 9, 16).to(dtype)\n"
+             "    return [place(made.clone()).requires_grad_() for _ in range(3)]\n")
+    paths = [tmp_path / "calls.log", tmp_path / "profile.log"]
+    found = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": found, "ORCHARD_DEBUG_FLASH_ATN_LOG": str(paths[0]),
+           "ORCHARD_TENSOR_PROFILE_LOG": str(paths[1])}
+    for name in ("ORCHARD_DEBUG_FLASH_ATN", "ORCHARD_DEBUG_FLASHATN", "ORCHARD_TENSOR_PROFILE"):
+        env.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", begin + code + "print(fake_mps.Counts.waits)"],
+                          env={**env, **switches}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    told = [path.read_text() if path.exists() else None for path in paths]
+    return (*told, int(done.stdout.splitlines()[-1]))
+
+
+TRAIN = "orchard_bridge.flash_attn(*leaves(), 0.25)[0].sum().backward()\n"
+
+
+def test_the_log_of_calls(tmp_path):
+    """Every backend counts with the same counters; Metal is named where its kernels ran."""
+    calls, profile, waits = logs_of(
+        tmp_path, TRAIN
+        + "orchard_bridge.flash_attn(*leaves(place=lambda x: x), 0.25)[0].sum().backward()\n"
+        + "orchard_bridge.flash_attn(*leaves(torch.float64), 0.25)[0].sum().backward()\n"
+        + "attention(*leaves()).sum().backward()\n",
+        ORCHARD_DEBUG_FLASH_ATN="1", ORCHARD_BACKEND="cpu")
+
+    def lines(n, backend, done, instead=""):
+        return "".join(f"[flashattn.mm] {short} call={n} backend={backend}\n{instead}"
+                       + done.format(short.lower(), word) + "\n"
+                       for short, word in (("FWD", "forward"), ("BWD", "backward")))
+    metal = "[flashattn.mm] Metal {1} succeeded"
+    assert calls == (lines(1, "metal", metal)
+                     + lines(2, "cpu", "flash_attn_{0}: cpu {1} done")
+                     + lines(3, "pytorch", "flash_attn_{0}: pytorch {1} done",
+                             f"[flashattn.mm] falling back to pytorch: {F64}\n")
+                     + lines(4, "metal", metal))
+    assert profile is None
+    assert waits == 6  # what the log calls a success is done
+
+
+def test_the_profile_has_a_line_for_every_operand(tmp_path):
+    calls, profile, _ = logs_of(tmp_path, TRAIN, ORCHARD_TENSOR_PROFILE="1")
+    assert calls is None
+    told = [line.split() for line in profile.splitlines()]
+    assert {tuple(words[4:]) for words in told} == {("direct", "shared")}
+    assert [words[:4] for words in told] == (
+        [["bind", "attention_forward", *words] for words in (
+            ("out", "4608"), ("lse", "288"), ("q", "4608"), ("k", "4608"), ("v", "4608"))]
+        + [["bind", "attention_backward", *words] for words in (
+            ("dq", "4608"), ("dk", "4608"), ("dv", "4608"), ("dout", "4"), ("out", "4608"),
+            ("lse", "288"), ("q", "4608"), ("k", "4608"), ("v", "4608"))])
+    private = "torch.__version__ = '2.11.0'\nwide = fake_mps.tensor(torch.randn(2, 4, 9, 48))\n"
+    (tmp_path / "profile.log").unlink()
+    _, profile, _ = logs_of(tmp_path, private + "attention(*wide.split(16, -1))\n",
+                            ORCHARD_TENSOR_PROFILE="1")
+    # from the first element of a view to its last
+    assert profile.count(f" {4 * (71 * 48 + 16)} direct private\n") == 3
+
+
+def test_without_logs_nothing_is_written_and_nobody_waits(tmp_path):
+    assert logs_of(tmp_path, TRAIN) == (None, None, 0)
 
 
 # ---- Wrong calls ---------------------------------------------------------------------------------

@@ -11,13 +11,15 @@ tensor is described by sizes, strides and a number that says where it lies besid
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from .._context import context
 from .._library import check, lib
-from .._structs import (MAX_RANK, SOURCE_PIECES, AttentionBackwardArgs, AttentionForwardArgs,
-                        DeviceInfo, Launch, Launches, Tensor)
+from .._structs import (MAX_RANK, SOURCE_PIECES, STORAGE_PRIVATE, STORAGE_SHARED,
+                        AttentionBackwardArgs, AttentionForwardArgs, DeviceInfo, Launch, Launches,
+                        Tensor)
 
 # Every operation that can be launched, and its args struct.
 ARGS: Dict[str, Type[ctypes.Structure]] = {
@@ -138,3 +140,25 @@ def make_plan(op: str, arguments: Arguments, device: DeviceInfo) -> Plan:
                     ints=told.ints[:told.int_count], floats=told.floats[:told.float_count])
     finally:
         lib.orchard_launches_free(raw)
+
+
+# ---- Logs ----------------------------------------------------------------------------------------
+
+@functools.lru_cache(maxsize=None)
+def logging() -> bool:
+    """Whether the library's logs want to know; it does not change once it was asked."""
+    return bool(lib.orchard_log_on())
+
+
+def log_call(op: str, backend: str, fell_back: Optional[str] = None) -> None:
+    """`backend` ran a call, which is done; `fell_back`: why another one did not."""
+    lib.orchard_log_call(op.encode(), backend.encode(),
+                         None if fell_back is None else fell_back.encode())
+
+
+def log_bind(op: str, operand: str, itemsize: int, size: Sequence[int], stride: Sequence[int],
+             shared: bool) -> None:
+    """An operand, not empty, was bound where it lies."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride))
+    lib.orchard_log_bind(op.encode(), operand.encode(), itemsize * extent,
+                         STORAGE_SHARED if shared else STORAGE_PRIVATE)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Union
 
 import torch
 
@@ -81,6 +81,16 @@ class _Ready:
         self.plan, self.kernels = plan, kernels
 
 
+def _first_line(why: Exception) -> str:
+    return (str(why).strip() or "no reason was given").splitlines()[0]
+
+
+def storage_is_shared() -> bool:
+    """Tensors on mps live in shared storage since torch 2.12; before, in private storage."""
+    major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return (major, minor) >= (2, 12)
+
+
 def _on_host(lengths: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, which are those that kernels will read with."""
     host = lengths.cpu()
@@ -88,7 +98,8 @@ def _on_host(lengths: torch.Tensor) -> torch.Tensor:
         return host
     if 0 in lengths.stride():
         return lengths[:1].cpu().expand(lengths.shape)
-    return torch.empty_strided(lengths.shape, lengths.stride(), dtype=lengths.dtype).copy_(host)
+    return torch.empty_strided(lengths.shape, lengths.stride(), dtype=lengths.dtype,
+                               device="cpu").copy_(host)
 
 
 _launchers: "weakref.WeakSet[Launcher]" = weakref.WeakSet()
@@ -109,7 +120,7 @@ class Launcher:
 
     def __init__(self, mps: Any = torch.mps) -> None:
         self._mps = mps
-        self._device: Optional[_launch.DeviceInfo] = None
+        self._device: Union[_launch.DeviceInfo, str, None] = None  # or why nothing compiles
         self._lock = threading.RLock()
         self._libraries: Dict[Tuple[bytes, Tuple[int, ...]], Any] = {}  # or why it did not compile
         self._plans: Dict[tuple, _Ready] = {}
@@ -125,20 +136,27 @@ class Launcher:
 
     # ---- The device ------------------------------------------------------------------------------
 
-    def device(self) -> _launch.DeviceInfo:
-        """What plans are made for. Every GPU that torch >= 2.7 runs on is Apple's own: 32 KiB of
-        threadgroup memory and 1024 threads are sure, the rest is asked for."""
+    def device(self) -> Union[_launch.DeviceInfo, str]:
+        """What plans are made for, or why nothing compiles here. Every GPU that torch >= 2.7 runs
+        on is Apple's own: 32 KiB of threadgroup memory and 1024 threads are sure, the rest is asked
+        for."""
         with self._lock:
             if self._device is None:
-                matrix = 1
-                try:
-                    probe = self._mps.compile_shader(_PROBE % _MATRIX).orchard_probe
-                except (SyntaxError, RuntimeError):
-                    matrix, probe = 0, self._mps.compile_shader(_PROBE % "").orchard_probe
-                self._device = _launch.DeviceInfo(
+                self._device = self._ask_device()
+            return self._device
+
+    def _ask_device(self) -> Union[_launch.DeviceInfo, str]:
+        if not hasattr(self._mps, "compile_shader"):
+            return NO_COMPILER
+        for matrix, statements in ((1, _MATRIX), (0, "")):
+            try:
+                probe = self._mps.compile_shader(_PROBE % statements).orchard_probe
+                return _launch.DeviceInfo(
                     name=b"torch.mps", group_threads=1024, local_bytes=32768, matrix=matrix,
                     simd_width=probe.thread_execution_width)
-            return self._device
+            except (SyntaxError, RuntimeError, AttributeError) as why:
+                refused = f"{NOT_COMPILED}: orchard_probe: {_first_line(why)}"
+        return refused
 
     # ---- From a call to compiled kernels ---------------------------------------------------------
 
@@ -150,7 +168,7 @@ class Launcher:
                     found = self._mps.compile_shader(_launch.source(launch))
                     self.compiled += 1
                 except (SyntaxError, RuntimeError) as why:  # remembered: it would not help again
-                    found = str(why).strip() or "no reason was given"
+                    found = _first_line(why)
                 self._libraries[launch.text] = found
             return found
 
@@ -158,7 +176,7 @@ class Launcher:
         """The kernel, or why it cannot run."""
         library = self._library_of(launch)
         if isinstance(library, str):
-            return None, f"{NOT_COMPILED}: {launch.kernel}: {library.splitlines()[0]}"
+            return None, f"{NOT_COMPILED}: {launch.kernel}: {library}"
         try:
             kernel = getattr(library, launch.kernel)
         except (AttributeError, RuntimeError) as why:
@@ -222,13 +240,13 @@ class Launcher:
                  options: Mapping[str, Any], check_lengths: bool, asking: bool = False
                  ) -> Tuple[_Ready, Optional[str]]:
         """The plan with its kernels; or why there is none."""
-        if not hasattr(self._mps, "compile_shader"):
-            return _Ready(_launch.Plan(NO_COMPILER, [], [], [], [], []), []), NO_COMPILER
         key, described = self._describe(op, operands, options, check_lengths, asking)
         ready = self._plans.get(key)
         if ready is not None:
             return ready, None
         device = self.device()
+        if isinstance(device, str):
+            return _Ready(_launch.Plan(device, [], [], [], [], []), []), device
         arguments, kept = self._arguments(op, described, options, check_lengths)
         plan = _launch.make_plan(op, arguments, device)
         ready = _Ready(plan, [])
@@ -282,9 +300,19 @@ class Launcher:
             for size in plan.scratch:
                 bound.append(torch.empty(size, dtype=torch.uint8, device=device))
             bound += (plan.ints, plan.floats)
+            if _launch.logging():
+                self._log_bound(op, plan.operands, operands)
             for launch, kernel in zip(plan.launches, ready.kernels):
                 kernel(*bound, threads=launch.threads, group_size=launch.group)
-        self.count(op, None)
+        self.ran(op)
+
+    def _log_bound(self, op: str, names: List[str],
+                   operands: Mapping[str, Optional[torch.Tensor]]) -> None:
+        for name in names:
+            tensor = operands.get(name)
+            if tensor is not None and tensor.numel():
+                _launch.log_bind(op, name, tensor.element_size(), tensor.shape, tensor.stride(),
+                                 storage_is_shared())
 
     def _dummy(self, device: torch.device) -> torch.Tensor:
         found = self._nothing.get(device)
@@ -299,6 +327,14 @@ class Launcher:
         self.agreed.add(asked)
 
     # ---- What happened ---------------------------------------------------------------------------
+
+    def ran(self, op: str, backend: str = "mps", fell_back: Optional[str] = None) -> None:
+        """One more call that `backend` ran, after Orchard's kernels did not for the reason
+        `fell_back`. The log of calls, if it is on, waits for it: only what is done succeeded."""
+        self.count(op, None, backend)
+        if _launch.logging():
+            self._mps.synchronize()
+            _launch.log_call(op, "metal" if backend == "mps" else backend, fell_back)
 
     def count(self, op: str, reason: Optional[str], backend: str = "mps") -> None:
         """One more call that `backend` ran, or did not for this reason."""

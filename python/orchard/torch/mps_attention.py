@@ -145,6 +145,11 @@ def _note(op: str, reason: str) -> None:
         raise mps.Refused(op, reason, " and strict forbids a fallback")
 
 
+def _by_pytorch(op: str) -> None:
+    """PyTorch's operations ran a call that _note has noted."""
+    mps.launcher.ran(op, "pytorch", last.refusal)
+
+
 def _check_lengths(inputs: mps.Operands, options: mps.Options) -> None:
     """PyTorch would not say that a length is wrong."""
     if any(inputs[name] is not None for name in mps.LENGTHS):
@@ -153,7 +158,7 @@ def _check_lengths(inputs: mps.Operands, options: mps.Options) -> None:
 
 def _explicit(arguments: Tuple[Any, ...]) -> Tensors2:
     made = second.forward(arguments[:TENSORS], arguments[TENSORS:])
-    mps.launcher.count("attention_forward", None, "pytorch")
+    _by_pytorch("attention_forward")
     return made
 
 
@@ -172,7 +177,7 @@ def instead(with_lse: bool, needs: int, *arguments: Any
     if with_lse or any(options.get(name) or inputs.get(name) is not None for name in NO_WORD):
         return _explicit(arguments)
     out = fall_back(inputs, options)
-    mps.launcher.count("attention_forward", None, "pytorch")
+    _by_pytorch("attention_forward")
     return out, None
 
 
@@ -209,5 +214,5 @@ def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: 
     for bit, fresh, x in zip(GRADIENTS, made, found):
         if needs & bit and x is not None:
             fresh.copy_(x)
-    mps.launcher.count(op, None, "pytorch")
+    _by_pytorch(op)
     return made
