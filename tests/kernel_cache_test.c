@@ -1,8 +1,13 @@
 /* Compiled kernels on disk: a second process compiles nothing, and whatever is wrong with a file or
  * its directory costs a compilation and no more. */
+#define _DEFAULT_SOURCE
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
+#ifdef __linux__
+#include <linux/capability.h>
+#include <sys/syscall.h>
+#endif
 
 #include "device_fixture.h"
 
@@ -266,6 +271,40 @@ static void test_system(void)
     CHECK_INT(builds(), 0);
 }
 
+/* From now on the modes of files hold for root as well. */
+static void obey_modes(void)
+{
+#ifdef __linux__
+    struct __user_cap_header_struct head = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct caps[2];
+    CHECK_INT(syscall(SYS_capget, &head, caps), 0);
+    caps[0].effective &= ~(1u << CAP_DAC_OVERRIDE);
+    CHECK_INT(syscall(SYS_capset, &head, caps), 0);
+#endif
+}
+
+/* A cache that can be read and not written serves all the same, and nothing is left elsewhere. */
+static void test_read_only(void)
+{
+    char elsewhere[128], kernels[128];
+    snprintf(cache, sizeof cache, "%s/read-only-%s", fixture_directory, names[on]);
+    snprintf(elsewhere, sizeof elsewhere, "%s/elsewhere-%s", fixture_directory, names[on]);
+    setenv("ORCHARD_CACHE", cache, 1);
+    snprintf(kernels, sizeof kernels, "%s/kernels", fixture_directory);
+    setenv("METAL_STANDIN_CACHE", kernels, 0); /* which would be in TMPDIR too */
+    setenv("TMPDIR", elsewhere, 1);
+    CHECK_INT(mkdir(elsewhere, 0700), 0);
+    CHECK_INT(builds(), 1);
+    CHECK_INT(find_cache_file(), 1);
+    obey_modes();
+    CHECK_INT(chmod(cache, 0500), 0);
+    CHECK(mkdir(file, 0700) != 0);
+    CHECK_INT(builds(), 0);
+    CHECK_INT(find_cache_file(), 1);
+    CHECK_INT(rmdir(elsewhere), 0);
+    CHECK_INT(chmod(cache, 0700), 0);
+}
+
 static void test_keys(void)
 {
     const char *a[] = {"ab", "c"}, *b[] = {"a", "bc"}, *c[] = {"ab", "c", ""};
@@ -305,6 +344,7 @@ int main(int argc, char **argv)
     run_on_each("damage", test_damage);
     run_on_each("places", test_places);
     run_on_each("refused binary", test_refused_binary);
+    run_on_each("read-only", test_read_only);
     run_on_each("race", test_race);
     on = ORCH_METAL;
     if (there[on]) {

@@ -212,14 +212,14 @@ void orch_cache_store(orch_cache_key key, const void *data, size_t bytes)
 
 /* ---- Files for a driver ---------------------------------------------------------------------- */
 
-bool orch_cache_new_file(orch_cache_key key, char path[ORCH_CACHE_PATH])
+/* Not in the cache, which may be readable only; and what a killed process leaves there is the
+ * system's to clear away. */
+bool orch_cache_new_file(char path[ORCH_CACHE_PATH])
 {
-    char own[PATH_MAX];
-    if (!find_file(key, true, own, sizeof own)) {
-        return false;
-    }
-    snprintf(path, ORCH_CACHE_PATH, "%s.XXXXXX", own);
-    if (!mkdtemp(path)) { /* 0700 */
+    const char *directory = getenv("TMPDIR");
+    directory = directory && *directory == '/' ? directory : "/tmp";
+    const int length = snprintf(path, PATH_MAX, "%s/orchard-XXXXXX", directory);
+    if (length >= PATH_MAX || !mkdtemp(path)) { /* 0700 */
         return false;
     }
     strcat(path, "/archive");
@@ -238,7 +238,7 @@ bool orch_cache_load_file(orch_cache_key key, char path[ORCH_CACHE_PATH])
 {
     size_t bytes = 0;
     void *data = orch_cache_load(key, &bytes);
-    if (!data || !orch_cache_new_file(key, path)) {
+    if (!data || !orch_cache_new_file(path)) {
         free(data);
         return false;
     }

@@ -135,7 +135,7 @@ static id compile_and_keep(const orch_metal_device *device, orch_cache_key key, 
     id error = NULL, pipeline = NULL, archive = make_archive(device, NULL);
     if (archive && orch_mtl_archive_add(&device->api, archive, description, &error)) {
         pipeline = pipeline_from(device, archive, description, 0);
-        if (pipeline && orch_cache_new_file(key, path)) {
+        if (pipeline && orch_cache_new_file(path)) {
             if (orch_mtl_archive_write(&device->api, archive, url_of(device, path), &error)) {
                 orch_cache_store_file(key, path);
             }
