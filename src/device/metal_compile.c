@@ -8,7 +8,8 @@
  * code by, so an archive of anything else is a miss and no wrong result.
  *
  * Archives only ever save time: where one is missing, refused or cannot be written, the pipeline is
- * made as if there were none. */
+ * made as if there were none. So it is on GPUs that are not Apple's own, where others met trouble
+ * with archives (Blender's Cycles leaves them out there); macOS has a cache of its own for them. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -167,7 +168,7 @@ static id make_pipeline(const orch_metal_device *device, const char *name, const
     if (!function) {
         return NULL;
     }
-    if (orch_cache_is_on()) {
+    if (device->base.caps.matrix && orch_cache_is_on()) { /* Apple7 and later */
         pipeline = cached_pipeline(device, key_of(device, name, text), function);
     }
     if (!pipeline) {
