@@ -123,6 +123,9 @@ static id load_pipeline(const orch_metal_device *device, orch_cache_key key, id 
             pipeline =
                 pipeline_from(device, archive, description, ORCH_MTL_PIPELINE_FROM_ARCHIVE_OR_NOT);
         }
+        if (!pipeline) { /* its file goes: nobody may look into it again */
+            orch_mtl_description_set_archives(&device->api, description, NULL);
+        }
         release(device, archive);
         orch_cache_end_file(path);
     }
