@@ -283,6 +283,7 @@ static void test_opencl_sweeps(void)
     sweep("export", 0, CLEAN); /* nothing is kept */
     setenv("ORCHARD_CACHE", "0", 1);
     sweep("compile", 2, CLEAN);
+    sweep("refusal", 1, REMEMBERED);
 }
 
 static void test_metal_sweeps(void)

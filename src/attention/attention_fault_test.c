@@ -58,6 +58,7 @@ static const family opencl_families[] = {
     {"profiling", HARMLESS, false, false, NULL, NULL},
     {"binary", HARMLESS, true, false, NULL, NULL},
     {"compile", CLEAN, true, false, NOT_BUILT, NO_MEMORY},
+    {"refusal", CLEAN, true, false, NOT_COMPILED, NULL},
     {"context", CLEAN, true, false, NO_MEMORY, NULL},
     {0}};
 
@@ -491,8 +492,11 @@ static void run_child(void)
     problem want;
     orchard_ctx *cpu = make_context("cpu", true), *ctx = NULL;
     /* With a cache another way to the kernel would be taken. */
-    if (strcmp(now->family.name, "compile") == 0 || strcmp(now->family.name, "pipeline") == 0) {
-        setenv("ORCHARD_CACHE", "0", 1);
+    static const char *const compiling[] = {"compile", "pipeline", "refusal"};
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(now->family.name, compiling[i]) == 0) {
+            setenv("ORCHARD_CACHE", "0", 1);
+        }
     }
     if (metal) {
         apple = use_standin();

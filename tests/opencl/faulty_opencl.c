@@ -372,8 +372,9 @@ API cl_program clCreateProgramWithBinary(cl_context c, cl_uint n, const cl_devic
 API cl_int clBuildProgram(cl_program p, cl_uint n, const cl_device_id *d, const char *options,
                           void (*notify)(cl_program, void *), void *user)
 {
-    return fails("compile") ? CL_OUT_OF_HOST_MEMORY
-                            : CALL(BuildProgram, p, n, d, options, notify, user);
+    return fails("refusal")   ? CL_BUILD_PROGRAM_FAILURE /* the compiler's word on the text */
+           : fails("compile") ? CL_OUT_OF_HOST_MEMORY
+                              : CALL(BuildProgram, p, n, d, options, notify, user);
 }
 
 API cl_int clGetProgramInfo(cl_program p, cl_uint q, size_t n, void *to, size_t *size)
