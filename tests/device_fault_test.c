@@ -13,6 +13,7 @@
 #pragma weak __real_posix_memalign
 
 static int allocations, failing_allocation; /* counted from 1; 0: none fails */
+static size_t largest;                      /* that malloc was asked for */
 
 void *__real_malloc(size_t bytes);
 void *__real_calloc(size_t count, size_t bytes);
@@ -25,6 +26,7 @@ int __wrap_posix_memalign(void **block, size_t alignment, size_t bytes);
 
 void *__wrap_malloc(size_t bytes)
 {
+    largest = bytes > largest ? bytes : largest;
     return ++allocations == failing_allocation ? NULL : __real_malloc(bytes);
 }
 
@@ -281,6 +283,7 @@ static void test_opencl_sweeps(void)
     sweep("export", 0, CLEAN); /* nothing is kept */
     setenv("ORCHARD_CACHE", "0", 1);
     sweep("compile", 2, CLEAN);
+    sweep("refusal", 1, REMEMBERED);
 }
 
 static void test_metal_sweeps(void)
@@ -319,10 +322,46 @@ static void test_runs_anyway(void)
     SAYS("the device was lost: clEnqueueCopyBuffer failed");
 }
 
+/* Compiled kernels on disk: a file that there was no memory for stays, and one that is far too long
+ * is removed before anybody asks for memory. */
+static void test_cache_memory(void)
+{
+    const orch_cache_key key = {{1, 2}};
+    const uint64_t long_bytes = ((uint64_t)256 << 20) + 1;
+    char directory[160], file[200];
+    size_t bytes = 0;
+    snprintf(directory, sizeof directory, "%s/memory", fixture_directory);
+    snprintf(file, sizeof file, "%s/%016x%016x", directory, 1, 2);
+    setenv("ORCHARD_CACHE", directory, 1);
+    orch_cache_store(key, "data", 4);
+    allocations = 0;
+    failing_allocation = 1;
+    CHECK(!orch_cache_load(key, &bytes) && allocations == 1);
+    failing_allocation = 0;
+    char *data = orch_cache_load(key, &bytes);
+    CHECK(data && bytes == 4 && memcmp(data, "data", 4) == 0);
+    free(data);
+
+    FILE *stored = fopen(file, "r+"); /* as long as its header says */
+    CHECK(stored && fseek(stored, 32, SEEK_SET) == 0 && fwrite(&long_bytes, 8, 1, stored) == 1 &&
+          fclose(stored) == 0);
+    CHECK_INT(truncate(file, 48 + (off_t)long_bytes), 0);
+    largest = 0;
+    CHECK(!orch_cache_load(key, &bytes) && largest < long_bytes);
+    CHECK(access(file, F_OK) != 0);
+    data = calloc(1, long_bytes);
+    orch_cache_store(key, data, long_bytes);
+    free(data);
+    CHECK(access(file, F_OK) != 0);
+}
+
 int main(int argc, char **argv)
 {
     devices_start(argc, argv);
     run_on_each("sweeps", test_sweeps);
+    if (__real_malloc) {
+        run_group("cache memory", test_cache_memory);
+    }
     on = ORCH_OPENCL;
     if (there[on]) {
         run_group("runs anyway", test_runs_anyway);

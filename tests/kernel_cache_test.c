@@ -1,8 +1,13 @@
 /* Compiled kernels on disk: a second process compiles nothing, and whatever is wrong with a file or
  * its directory costs a compilation and no more. */
+#define _DEFAULT_SOURCE
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
+#ifdef __linux__
+#include <linux/capability.h>
+#include <sys/syscall.h>
+#endif
 
 #include "device_fixture.h"
 
@@ -17,18 +22,44 @@ static int answer(question what)
     return (int)metal.counter(what == COMPILED ? "code_compiled" : "archives_written");
 }
 
-/* Compiles and runs a kernel; the answer, or -1. */
+/* The kernel that is asked for, and what is defined in front of its text. */
+static const char *kernel_name = "scale";
+static int factor = 3;
+
+static const char *const text[] =
+    TEXTS("KERNEL void scale(GLOBAL float *x BUFFER(0) THREAD_IDS) { x[LOCAL_ID] *= FACTOR; }\n"
+          "KERNEL void shift(GLOBAL float *x BUFFER(0) THREAD_IDS) { x[LOCAL_ID] += FACTOR; }\n");
+
+static orchard_status run_kernel(orch_device *device, void *x)
+{
+    char whole[2048];
+    orch_batch *batch;
+    orch_launch launch = {
+        .argument_count = 1, .argument = {{.handle = x}}, .groups = {1, 1, 1}, .threads = 64};
+    snprintf(whole, sizeof whole, "#define FACTOR %d\n%s", factor, text[on]);
+    ORCH_TRY(orch_device_kernel(device, kernel_name, whole, &launch.kernel));
+    ORCH_TRY(device->class->begin(device, &batch));
+    const orchard_status status = device->class->launch(batch, &launch);
+    if (status != ORCHARD_OK) {
+        device->class->abandon(batch);
+        return status;
+    }
+    return device->class->commit(batch);
+}
+
+/* Compiles and runs the kernel; the answer, or -1. */
 static int ask_here(question what)
 {
     orch_device *device = orch_device_open(on, NULL);
     orch_memory memory;
-    if (!device || device->class->allocate(device, 400, ORCHARD_STORAGE_SHARED, &memory)) {
+    if (!device || device->class->allocate(device, 256, ORCHARD_STORAGE_SHARED, &memory)) {
         return -1;
     }
-    ramp(memory.contents, 100, 0);
-    WORKS(run_axpy(device, memory.handle, memory.handle, 3, 100, 0, 0));
+    ramp(memory.contents, 64, 0);
+    WORKS(run_kernel(device, memory.handle));
     WORKS(device->class->wait(device, NULL));
-    CHECK_NEAR(((float *)memory.contents)[9], 36, 0);
+    CHECK_NEAR(((float *)memory.contents)[9],
+               strcmp(kernel_name, "scale") == 0 ? 9 * factor : 9 + factor, 0);
     device->class->release(device, &memory);
     close_all(device);
     return check_failed ? -1 : answer(what);
@@ -138,6 +169,9 @@ static void damage(int way)
         CHECK_INT(unlink(file), 0);
         CHECK_INT(mkfifo(file, 0600), 0);
         break;
+    case 12: /* somebody else's */
+        CHECK_INT(chown(file, 1, 1), 0);
+        break;
     }
 }
 
@@ -148,7 +182,7 @@ static void test_damage(void)
     CHECK_INT(ask(HANDED_OUT), 1);
     CHECK_INT(find_cache_file(), 1);
     CHECK_INT(builds(), 0);
-    for (int way = 0; way < 12; way++) {
+    for (int way = 0; way < 12 + (geteuid() == 0); way++) { /* only root can do the last one */
         damage(way);
         CHECK_INT(builds(), 1); /* damaged: built again */
         CHECK_INT(find_cache_file(), 1);
@@ -207,30 +241,31 @@ static void test_refused_binary(void)
     CHECK_INT(ask_here(COMPILED), 1);
 }
 
-/* The code of another kernel under this one's key, as if two keys were equal: Metal looks for the
+/* Code of another library under this one's key, as if two keys were equal: Metal looks for the
  * function itself, and does not find it. */
 static void test_foreign_code(void)
 {
-    orch_cache_key key[2];
-    size_t bytes = 0;
-    for (int i = 0; i < 2; i++) {
-        snprintf(cache, sizeof cache, "%s/foreign%d", fixture_directory, i);
-        setenv("ORCHARD_CACHE", cache, 1);
-        setenv("METAL_STANDIN_FAMILY", i ? "6" : "7", 1); /* another library of the same text */
+    snprintf(cache, sizeof cache, "%s/foreign", fixture_directory);
+    setenv("ORCHARD_CACHE", cache, 1);
+    for (int i = 0; i < 4; i++) {
+        setenv("METAL_STANDIN_LINT", i & 1 ? "0" : "1", 1); /* the same text, another library */
         CHECK_INT(builds(), 1);
         CHECK_INT(find_cache_file(), 1);
-        key[i] = key_in_file();
+        CHECK_INT(builds(), 0);
     }
-    char *other = orch_cache_load(key[1], &bytes);
-    CHECK(other != NULL);
-    snprintf(cache, sizeof cache, "%s/foreign0", fixture_directory);
+}
+
+/* Other GPUs than Apple's have no archives. */
+static void test_other_gpu(void)
+{
+    snprintf(cache, sizeof cache, "%s/other", fixture_directory);
     setenv("ORCHARD_CACHE", cache, 1);
-    setenv("METAL_STANDIN_FAMILY", "7", 1);
-    CHECK_INT(builds(), 0);
-    orch_cache_store(key[0], other, bytes);
-    free(other);
-    CHECK_INT(builds(), 1);
-    CHECK_INT(builds(), 0);
+    setenv("METAL_STANDIN_FAMILY", "6", 1);
+    for (int i = 0; i < 2; i++) {
+        CHECK_INT(ask(HANDED_OUT), 0);
+        CHECK_INT(builds(), 1);
+        CHECK_INT(find_cache_file(), 0);
+    }
 }
 
 /* What each n-th step of an archive's life comes to when it fails: a compilation, and a cache that
@@ -251,19 +286,88 @@ static void test_archive_faults(void)
     }
 }
 
-/* Another system has another compiler: nothing of the old one's is used. */
-static void test_system(void)
+/* Each thing that code depends on, changed alone: nothing of the old one's is used, and going back
+ * finds it again. */
+static void test_what_is_named(void)
 {
-    snprintf(cache, sizeof cache, "%s/systems", fixture_directory);
+    static const struct {
+        orch_device_kind kind;
+        const char *variable, *value;
+    } changes[] = {
+        {ORCH_OPENCL, "FAULTY_OPENCL_MODE", "other-name"},
+        {ORCH_OPENCL, "FAULTY_OPENCL_MODE", "other-driver"},
+        {ORCH_OPENCL, "FAULTY_OPENCL_MODE", "other-version"},
+        {ORCH_OPENCL, "FAULTY_OPENCL_MODE", "other-platform"},
+        {ORCH_OPENCL, "FAULTY_OPENCL_MODE", "other-options"},
+        {ORCH_METAL, "METAL_STANDIN_NAME", "Another GPU"},
+        {ORCH_METAL, "METAL_STANDIN_MACOS", "14"},
+    };
+    int files = 1;
+    snprintf(cache, sizeof cache, "%s/named-%s", fixture_directory, names[on]);
     setenv("ORCHARD_CACHE", cache, 1);
-    setenv("METAL_STANDIN_MACOS", "14", 1);
     CHECK_INT(builds(), 1);
-    setenv("METAL_STANDIN_MACOS", "15", 1);
+    for (size_t i = 0; i < sizeof changes / sizeof *changes; i++) {
+        if (changes[i].kind == on) {
+            setenv(changes[i].variable, changes[i].value, 1);
+            CHECK_INT(builds(), 1);
+            CHECK_INT(find_cache_file(), ++files);
+            CHECK_INT(builds(), 0);
+            unsetenv(changes[i].variable);
+            CHECK_INT(builds(), 0);
+        }
+    }
+}
+
+/* The same name in two texts, of which one line differs; and two names in one text. */
+static void test_texts(void)
+{
+    snprintf(cache, sizeof cache, "%s/texts-%s", fixture_directory, names[on]);
+    setenv("ORCHARD_CACHE", cache, 1);
     CHECK_INT(builds(), 1);
-    CHECK_INT(find_cache_file(), 2);
+    factor = 5;
+    CHECK_INT(builds(), 1);
+    kernel_name = "shift";
+    CHECK_INT(builds(), on == ORCH_METAL); /* OpenCL keeps whole programs */
+    CHECK_INT(find_cache_file(), 2 + (on == ORCH_METAL));
+    for (int i = 0; i < 4; i++) {
+        kernel_name = i & 1 ? "shift" : "scale";
+        factor = 3 + (i & 2);
+        CHECK_INT(builds(), on == ORCH_METAL && i == 1); /* the only one that is new */
+    }
+}
+
+/* From now on the modes of files hold for root as well. */
+static void obey_modes(void)
+{
+#ifdef __linux__
+    struct __user_cap_header_struct head = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct caps[2];
+    CHECK_INT(syscall(SYS_capget, &head, caps), 0);
+    caps[0].effective &= ~(1u << CAP_DAC_OVERRIDE);
+    CHECK_INT(syscall(SYS_capset, &head, caps), 0);
+#endif
+}
+
+/* A cache that can be read and not written serves all the same, and nothing is left elsewhere. */
+static void test_read_only(void)
+{
+    char elsewhere[128], kernels[128];
+    snprintf(cache, sizeof cache, "%s/read-only-%s", fixture_directory, names[on]);
+    snprintf(elsewhere, sizeof elsewhere, "%s/elsewhere-%s", fixture_directory, names[on]);
+    setenv("ORCHARD_CACHE", cache, 1);
+    snprintf(kernels, sizeof kernels, "%s/kernels", fixture_directory);
+    setenv("METAL_STANDIN_CACHE", kernels, 0); /* which would be in TMPDIR too */
+    setenv("TMPDIR", elsewhere, 1);
+    CHECK_INT(mkdir(elsewhere, 0700), 0);
+    CHECK_INT(builds(), 1);
+    CHECK_INT(find_cache_file(), 1);
+    obey_modes();
+    CHECK_INT(chmod(cache, 0500), 0);
+    CHECK(mkdir(file, 0700) != 0);
     CHECK_INT(builds(), 0);
-    setenv("METAL_STANDIN_MACOS", "14", 1);
-    CHECK_INT(builds(), 0);
+    CHECK_INT(find_cache_file(), 1);
+    CHECK_INT(rmdir(elsewhere), 0);
+    CHECK_INT(chmod(cache, 0700), 0);
 }
 
 static void test_keys(void)
@@ -305,12 +409,15 @@ int main(int argc, char **argv)
     run_on_each("damage", test_damage);
     run_on_each("places", test_places);
     run_on_each("refused binary", test_refused_binary);
+    run_on_each("what is named", test_what_is_named);
+    run_on_each("texts", test_texts);
+    run_on_each("read-only", test_read_only);
     run_on_each("race", test_race);
     on = ORCH_METAL;
     if (there[on]) {
         run_group("foreign code", test_foreign_code);
         run_group("archive faults", test_archive_faults);
-        run_group("another system", test_system);
+        run_group("other GPU", test_other_gpu);
     }
     return fixture_end("kernel_cache");
 }

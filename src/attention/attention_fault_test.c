@@ -58,6 +58,7 @@ static const family opencl_families[] = {
     {"profiling", HARMLESS, false, false, NULL, NULL},
     {"binary", HARMLESS, true, false, NULL, NULL},
     {"compile", CLEAN, true, false, NOT_BUILT, NO_MEMORY},
+    {"refusal", CLEAN, true, false, NOT_COMPILED, NULL},
     {"context", CLEAN, true, false, NO_MEMORY, NULL},
     {0}};
 
@@ -215,6 +216,23 @@ static bool same_bytes(const problem *p, const problem *want, bool inputs, bool 
         if ((is_output ? outputs : inputs) && p->box[i].present &&
             memcmp(p->box[i].block, want->box[i].block, p->box[i].block_bytes) != 0) {
             return false;
+        }
+    }
+    return true;
+}
+
+/* The device's outputs against the CPU's, whose bits are others: within a bar that only a wrong
+ * kernel, or none, exceeds. */
+static bool same_values(const problem *p, const problem *want)
+{
+    const int first_output = now->backward ? DQ : OUT, last_output = now->backward ? DSINKS : LSE;
+    for (int i = first_output; i <= last_output; i++) {
+        const box *x = &p->box[i], *y = &want->box[i];
+        for (int64_t n = 0; x->present && n < box_elements(x); n++) {
+            const double value = box_nth(x, n), truth = box_nth(y, n);
+            if (value != truth && !(fabs(value - truth) <= 2e-5 * fmax(1, fabs(truth)))) {
+                return false;
+            }
         }
     }
     return true;
@@ -460,6 +478,7 @@ static bool run_one(orchard_ctx *ctx, const problem *want)
         EXPECT(synced == ORCHARD_OK);
         move_out(&p, true);
         EXPECT(same_bytes(&p, &before, true, false));
+        EXPECT(same_values(&p, want));
         now->over = !reached;
     } else {
         now->cleanly++;
@@ -491,8 +510,11 @@ static void run_child(void)
     problem want;
     orchard_ctx *cpu = make_context("cpu", true), *ctx = NULL;
     /* With a cache another way to the kernel would be taken. */
-    if (strcmp(now->family.name, "compile") == 0 || strcmp(now->family.name, "pipeline") == 0) {
-        setenv("ORCHARD_CACHE", "0", 1);
+    static const char *const compiling[] = {"compile", "pipeline", "refusal"};
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(now->family.name, compiling[i]) == 0) {
+            setenv("ORCHARD_CACHE", "0", 1);
+        }
     }
     if (metal) {
         apple = use_standin();

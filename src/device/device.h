@@ -177,13 +177,13 @@ void *orch_cache_load(orch_cache_key key, size_t *bytes);
 void orch_cache_store(orch_cache_key key, const void *data, size_t bytes);
 
 /* The same for a driver that only takes and gives files. Such a file stands in a directory of its
- * own, which nobody else knows, and is gone after orch_cache_end_file. */
+ * own, below TMPDIR or /tmp, where nobody else may look, and is gone after orch_cache_end_file. */
 #define ORCH_CACHE_PATH 4200
 
 /* A file with the stored bytes; false as orch_cache_load's NULL. */
 bool orch_cache_load_file(orch_cache_key key, char path[ORCH_CACHE_PATH]);
 /* The name of a file to be written. */
-bool orch_cache_new_file(orch_cache_key key, char path[ORCH_CACHE_PATH]);
+bool orch_cache_new_file(char path[ORCH_CACHE_PATH]);
 /* Keeps a copy of what the file holds. */
 void orch_cache_store_file(orch_cache_key key, const char *path);
 void orch_cache_end_file(const char *path);

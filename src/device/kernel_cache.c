@@ -4,7 +4,8 @@
  * A file is a header (magic, version, key, length, checksum) and the data. It is written under
  * another name and renamed, so a reader sees a whole file or none; all the same nothing in it is
  * believed: a file that is not ours, not regular, too long, too short or does not add up is removed
- * and counts as absent. */
+ * and counts as absent. One that could only not be read at this moment stays. What a killed process
+ * left under another name is never read. */
 #include <fcntl.h>
 #include <limits.h>
 #include <stdio.h>
@@ -133,28 +134,33 @@ static bool write_all(int file, const void *from, size_t bytes)
     return true;
 }
 
-/* The data of an open file; NULL if anything about it is wrong. */
-static void *load(int file, orch_cache_key key, size_t *bytes)
+/* The data of an open file, or NULL; *damaged: the file is to blame, and not a lack of memory. */
+static void *load(int file, orch_cache_key key, size_t *bytes, bool *damaged)
 {
     struct stat about;
     header head;
-    if (fstat(file, &about) != 0 || !S_ISREG(about.st_mode) || about.st_uid != geteuid() ||
-        (about.st_mode & (S_IWGRP | S_IWOTH)) || !read_all(file, &head, sizeof head)) {
+    *damaged = false;
+    if (fstat(file, &about) != 0) {
         return NULL;
     }
-    if (memcmp(head.magic, magic, sizeof magic) != 0 || head.version != VERSION ||
-        memcmp(&head.key, &key, sizeof key) != 0 || head.bytes == 0 || head.bytes > MAX_BYTES ||
-        (uint64_t)about.st_size != sizeof head + head.bytes) {
+    *damaged = !S_ISREG(about.st_mode) || about.st_uid != geteuid() ||
+               (about.st_mode & (S_IWGRP | S_IWOTH)) || about.st_size < (off_t)sizeof head;
+    if (*damaged || !read_all(file, &head, sizeof head)) {
         return NULL;
     }
-    void *data = malloc((size_t)head.bytes);
-    if (data && (!read_all(file, data, (size_t)head.bytes) ||
-                 checksum(data, (size_t)head.bytes) != head.checksum)) {
-        free(data);
-        data = NULL;
+    *damaged = memcmp(head.magic, magic, sizeof magic) != 0 || head.version != VERSION ||
+               memcmp(&head.key, &key, sizeof key) != 0 || head.bytes == 0 ||
+               head.bytes > MAX_BYTES || (uint64_t)about.st_size != sizeof head + head.bytes;
+    void *data = *damaged ? NULL : malloc((size_t)head.bytes);
+    if (data && read_all(file, data, (size_t)head.bytes)) {
+        *damaged = checksum(data, (size_t)head.bytes) != head.checksum;
+        if (!*damaged) {
+            *bytes = (size_t)head.bytes;
+            return data;
+        }
     }
-    *bytes = (size_t)head.bytes;
-    return data;
+    free(data);
+    return NULL;
 }
 
 bool orch_cache_is_on(void)
@@ -174,9 +180,10 @@ void *orch_cache_load(orch_cache_key key, size_t *bytes)
     if (file < 0) {
         return NULL;
     }
-    void *data = load(file, key, bytes);
+    bool damaged;
+    void *data = load(file, key, bytes, &damaged);
     close(file);
-    if (!data) {
+    if (damaged) {
         unlink(path);
     }
     return data;
@@ -205,14 +212,14 @@ void orch_cache_store(orch_cache_key key, const void *data, size_t bytes)
 
 /* ---- Files for a driver ---------------------------------------------------------------------- */
 
-bool orch_cache_new_file(orch_cache_key key, char path[ORCH_CACHE_PATH])
+/* Not in the cache, which may be readable only; and what a killed process leaves there is the
+ * system's to clear away. */
+bool orch_cache_new_file(char path[ORCH_CACHE_PATH])
 {
-    char own[PATH_MAX];
-    if (!find_file(key, true, own, sizeof own)) {
-        return false;
-    }
-    snprintf(path, ORCH_CACHE_PATH, "%s.XXXXXX", own);
-    if (!mkdtemp(path)) { /* 0700 */
+    const char *directory = getenv("TMPDIR");
+    directory = directory && *directory == '/' ? directory : "/tmp";
+    const int length = snprintf(path, PATH_MAX, "%s/orchard-XXXXXX", directory);
+    if (length >= PATH_MAX || !mkdtemp(path)) { /* 0700 */
         return false;
     }
     strcat(path, "/archive");
@@ -231,7 +238,7 @@ bool orch_cache_load_file(orch_cache_key key, char path[ORCH_CACHE_PATH])
 {
     size_t bytes = 0;
     void *data = orch_cache_load(key, &bytes);
-    if (!data || !orch_cache_new_file(key, path)) {
+    if (!data || !orch_cache_new_file(path)) {
         free(data);
         return false;
     }

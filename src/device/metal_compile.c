@@ -8,7 +8,8 @@
  * code by, so an archive of anything else is a miss and no wrong result.
  *
  * Archives only ever save time: where one is missing, refused or cannot be written, the pipeline is
- * made as if there were none. */
+ * made as if there were none. So it is on GPUs that are not Apple's own, where others met trouble
+ * with archives (Blender's Cycles leaves them out there); macOS has a cache of its own for them. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -122,6 +123,9 @@ static id load_pipeline(const orch_metal_device *device, orch_cache_key key, id 
             pipeline =
                 pipeline_from(device, archive, description, ORCH_MTL_PIPELINE_FROM_ARCHIVE_OR_NOT);
         }
+        if (!pipeline) { /* its file goes: nobody may look into it again */
+            orch_mtl_description_set_archives(&device->api, description, NULL);
+        }
         release(device, archive);
         orch_cache_end_file(path);
     }
@@ -135,7 +139,7 @@ static id compile_and_keep(const orch_metal_device *device, orch_cache_key key, 
     id error = NULL, pipeline = NULL, archive = make_archive(device, NULL);
     if (archive && orch_mtl_archive_add(&device->api, archive, description, &error)) {
         pipeline = pipeline_from(device, archive, description, 0);
-        if (pipeline && orch_cache_new_file(key, path)) {
+        if (pipeline && orch_cache_new_file(path)) {
             if (orch_mtl_archive_write(&device->api, archive, url_of(device, path), &error)) {
                 orch_cache_store_file(key, path);
             }
@@ -167,7 +171,7 @@ static id make_pipeline(const orch_metal_device *device, const char *name, const
     if (!function) {
         return NULL;
     }
-    if (orch_cache_is_on()) {
+    if (device->base.caps.matrix && orch_cache_is_on()) { /* Apple7 and later */
         pipeline = cached_pipeline(device, key_of(device, name, text), function);
     }
     if (!pipeline) {

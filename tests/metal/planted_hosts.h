@@ -5,6 +5,7 @@
 #include "metal_testing.h"
 
 #include <math.h>
+#include <unistd.h>
 
 /* A device with one kernel, two buffers, an open encoder with everything in place. */
 struct host {
@@ -330,6 +331,27 @@ static void archive_of_nothing(struct host *h)
     orch_mtl_device_new_archive(h->m, h->g->device, NULL, &error);
 }
 
+static void archive_gone(struct host *h) /* its file, while a description names it */
+{
+    char why[256], path[] = "/tmp/standin-archive-XXXXXX";
+    id error = NULL, description = new_of(h, "MTLComputePipelineDescriptor"),
+       place = new_of(h, "MTLBinaryArchiveDescriptor"),
+       library = gpu_compile(h->g, host_kernel, ORCH_MTL_LANGUAGE_3_1, why, sizeof why);
+    orch_mtl_description_set_function(
+        h->m, description, orch_mtl_library_new_function(h->m, library, gpu_string(h->g, "k")));
+    id archive = orch_mtl_device_new_archive(h->m, h->g->device, place, &error);
+    close(mkstemp(path));
+    id url = orch_mtl_url_of_file(h->m, h->m->objc_getClass("NSURL"), gpu_string(h->g, path));
+    orch_mtl_archive_write(h->m, archive, url, &error);
+    orch_mtl_archive_description_set_url(h->m, place, url);
+    orch_mtl_description_set_archives(
+        h->m, description,
+        orch_mtl_array_of(h->m, h->m->objc_getClass("NSArray"),
+                          orch_mtl_device_new_archive(h->m, h->g->device, place, &error)));
+    unlink(path);
+    orch_mtl_archive_add(h->m, archive, description, &error);
+}
+
 static void nil_function(struct host *h)
 {
     char why[256];
@@ -470,6 +492,8 @@ static const struct {
     {"path where a URL belongs", path_for_url, "a NSString where a NSURL belongs"},
     {"archive without a description", archive_of_nothing,
      "newBinaryArchiveWithDescriptor:error:: (nil) is not an object"},
+    {"archive whose file is gone", archive_gone,
+     "addComputePipelineFunctionsWithDescriptor:error:: the description names an archive whose"},
     {"copy behind a buffer", copy_behind, "bytes 4092 to 4100 of a buffer of 4096"},
     {"copy of 6 bytes", copy_odd, "must be multiples of 4"},
     {"overlapping copy", copy_overlapping, "the ranges overlap"},

@@ -103,6 +103,7 @@ struct archive_description {
 struct archive {
     struct object object;
     char *lines; /* one for each function whose code it has */
+    char *path;  /* of the file that it came from; NULL: it began empty */
 };
 
 struct queue {

@@ -8,6 +8,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 static const char first_line[] = "metal stand-in archive 1\n", last_line[] = "end\n";
 
@@ -118,14 +119,27 @@ id standin_device_new_archive(id self, SEL command, id description, id *error)
     if (standin_fails(FAULT_archive)) {
         return refuse(error, "injected fault: no archive");
     }
-    char *lines =
-        d->url ? read_archive(((const struct string *)(const void *)d->url)->text) : strdup("");
+    const char *path = d->url ? ((const struct string *)(const void *)d->url)->text : NULL;
+    char *lines = path ? read_archive(path) : strdup("");
     if (!lines) {
         return refuse(error, "the file is not an archive");
     }
     struct archive *archive = standin_new(CLASS_MTLBinaryArchive);
     archive->lines = lines;
+    archive->path = path ? strdup(path) : NULL;
     return (id)(void *)archive;
+}
+
+/* Metal may look into a file again for as long as a description names its archive. */
+static void expect_files(const struct description *description, const char *where)
+{
+    const struct array *archives = (const void *)description->archives;
+    for (NSUInteger i = 0; archives && i < archives->count; i++) {
+        const char *path = ((const struct archive *)(const void *)archives->items[i])->path;
+        if (path && access(path, R_OK) != 0) {
+            standin_stop("%s: the description names an archive whose file is gone", where);
+        }
+    }
 }
 
 BOOL standin_archive_add(id self, SEL command, id description, id *error)
@@ -133,6 +147,7 @@ BOOL standin_archive_add(id self, SEL command, id description, id *error)
     const char *where = standin_selector(command);
     struct archive *archive = standin_expect(self, CLASS_MTLBinaryArchive, where);
     const struct function *function = function_of(description, where);
+    expect_files((const struct description *)(const void *)description, where);
     if (standin_fails(FAULT_archive)) {
         refuse(error, "injected fault: the archive takes nothing");
         return 0;

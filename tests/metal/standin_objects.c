@@ -116,6 +116,7 @@ static void destroy(struct object *object)
         break;
     case CLASS_MTLBinaryArchive:
         free(((struct archive *)object)->lines);
+        free(((struct archive *)object)->path);
         break;
     case CLASS_MTLBinaryArchiveDescriptor:
         if (((struct archive_description *)object)->url) {

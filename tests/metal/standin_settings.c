@@ -189,7 +189,8 @@ id standin_process_system(id self, SEL command)
 id standin_device_name(id self, SEL command)
 {
     standin_expect(self, CLASS_MTLDevice, standin_selector(command));
-    return standin_string("Metal stand-in");
+    const char *name = getenv("METAL_STANDIN_NAME");
+    return standin_string(name && *name ? name : "Metal stand-in");
 }
 
 NSUInteger standin_device_max_threadgroup_memory(id self, SEL command)

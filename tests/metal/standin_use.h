@@ -30,10 +30,17 @@ static inline const char *standin_path(void)
     return path;
 }
 
-/* Whether this build has it: it needs Linux and clang-19. */
+/* Whether this build has it: it needs Linux and clang-19. One that the environment names must be
+ * there. */
 static inline bool standin_exists(void)
 {
-    return access(standin_path(), R_OK) == 0;
+    const char *given = getenv("ORCHARD_METAL_LIBRARY");
+    const bool exists = access(standin_path(), R_OK) == 0;
+    if (!exists && given && *given) {
+        fprintf(stderr, "ORCHARD_METAL_LIBRARY=%s is missing\n", given);
+        exit(1);
+    }
+    return exists;
 }
 
 static inline standin use_standin(void)

@@ -12,6 +12,10 @@
  *   old       reports OpenCL 1.1
  *   image     reports every cl_mem to be an image
  *   runs      commands run even if the event that they wait for failed
+ *   other-name, other-driver, other-version, other-platform
+ *             this text ends in another letter
+ *   other-options
+ *             says the opposite of exact division, so that the compiler gets other options
  *
  * FAULTY_OPENCL_SKIP, a list of kernels with commas or "all": their launches do nothing. */
 #include <dlfcn.h>
@@ -156,9 +160,21 @@ API cl_int clGetPlatformIDs(cl_uint n, cl_platform_id *list, cl_uint *count)
     return fails("open") ? CL_OUT_OF_HOST_MEMORY : CALL(GetPlatformIDs, n, list, count);
 }
 
+static void change_end(char *text)
+{
+    const size_t length = strlen(text);
+    if (length > 0) {
+        text[length - 1] ^= 1;
+    }
+}
+
 API cl_int clGetPlatformInfo(cl_platform_id p, cl_uint q, size_t n, void *to, size_t *size)
 {
-    return CALL(GetPlatformInfo, p, q, n, to, size);
+    cl_int error = CALL(GetPlatformInfo, p, q, n, to, size);
+    if (error == CL_SUCCESS && to && q == CL_PLATFORM_VERSION && mode("other-platform")) {
+        change_end(to);
+    }
+    return error;
 }
 
 API cl_int clGetDeviceIDs(cl_platform_id p, cl_bitfield t, cl_uint n, cl_device_id *list,
@@ -177,6 +193,12 @@ API cl_int clGetDeviceInfo(cl_device_id d, cl_uint q, size_t n, void *to, size_t
             *(cl_bitfield *)to = CL_DEVICE_TYPE_GPU;
         } else if (q == CL_DEVICE_VERSION && mode("old")) {
             memcpy(to, "OpenCL 1.1", 10);
+        } else if ((q == CL_DEVICE_NAME && mode("other-name")) ||
+                   (q == CL_DRIVER_VERSION && mode("other-driver")) ||
+                   (q == CL_DEVICE_VERSION && mode("other-version"))) {
+            change_end(to);
+        } else if (q == CL_DEVICE_SINGLE_FP_CONFIG && mode("other-options")) {
+            *(cl_bitfield *)to ^= CL_FP_CORRECTLY_ROUNDED_DIVIDE_SQRT;
         }
     }
     return error;
@@ -350,8 +372,9 @@ API cl_program clCreateProgramWithBinary(cl_context c, cl_uint n, const cl_devic
 API cl_int clBuildProgram(cl_program p, cl_uint n, const cl_device_id *d, const char *options,
                           void (*notify)(cl_program, void *), void *user)
 {
-    return fails("compile") ? CL_OUT_OF_HOST_MEMORY
-                            : CALL(BuildProgram, p, n, d, options, notify, user);
+    return fails("refusal")   ? CL_BUILD_PROGRAM_FAILURE /* the compiler's word on the text */
+           : fails("compile") ? CL_OUT_OF_HOST_MEMORY
+                              : CALL(BuildProgram, p, n, d, options, notify, user);
 }
 
 API cl_int clGetProgramInfo(cl_program p, cl_uint q, size_t n, void *to, size_t *size)
