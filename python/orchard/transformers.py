@@ -8,24 +8,32 @@
 Two functions are registered. `mask` is called once per forward and kind of layer, and says in as
 few numbers as possible who sees whom; `attention` is called by every layer and understands it:
 
-    None                                causal if the module is, aligned bottom-right
-    [B, 1, 1, 1+w]    int32, expanded   causal; batch element b has that many keys
-    [B, S, 1, 1+w]    uint8, expanded   causal; these keys count (padding on the left)
-    [1, n+1, 1, 1+w]  int32, expanded   causal within n packed sequences that begin there
-    [B, 1|H, 1|T, S]  bool or floating  this mask and nothing else
+    None                             causal if the module is, aligned bottom-right
+    [B, 1+5, 1, 2+w]   int32         causal; batch element b has that many keys
+    [B, N+5, 1, 2+w]   uint8         causal; the first N keys, of which these count
+    [B, 1+S+5, 1, 2+w] int64         causal; that many keys, of which these count
+    [1, n+1+5, 1, 2+w] int32         causal within n packed sequences that begin there
+    [B, 1|H, 1|T, S]   bool or float this mask and nothing else
 
-The last dimension of the middle three is repeated without memory: its size carries the sliding
-window w (0: none) through models and compilers that pass masks on without looking. They have four
-dimensions because Transformers passes those on, and makes something of its own of all others. Only
-the last form can cost memory of T x S, and only where a model's mask is none of the others, or where
-Transformers does not vouch for the model: some compute attention themselves with the mask they get
-(BLOOM, MPNet), some decoders say is_causal=False (NLLB-MoE). These get the mask of "eager".
+The middle four describe a mask. Their last dimension is repeated without memory: its size carries
+the sliding window w (0: none) through models and compilers that pass masks on without looking. They
+have four dimensions because Transformers passes those on, and makes something of its own of all
+others. A model that does look must not go unnoticed. So the strides say the window and the number
+of keys once more (they are those of longer rows), also while compiling; and for copies, which
+`generate` makes for static caches, five numbers at the end of each row say the window. What was
+padded, concatenated, cut or computed with is refused.
+
+Only the last form can cost memory of T x S, and only where a model's mask is none of the others,
+where the model changes masks (DeepSeek-V4), or where Transformers does not vouch for the model: some
+compute attention themselves with the mask they get (BLOOM, MPNet), some decoders say is_causal=False
+(NLLB-MoE). The last two get the mask of "eager".
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import threading
 import warnings
@@ -39,16 +47,16 @@ try:
                                             eager_mask, sdpa_mask)
     from transformers.utils.import_utils import is_tracing
 except ImportError as _why:
-    raise ImportError("orchard.transformers needs Transformers with its mask interface (5.22 is "
-                      f"tested), which cannot be imported: {_why}") from None
+    raise ImportError("orchard.transformers needs Transformers 5.4 or later (5.22 is tested), whose "
+                      f"mask interface cannot be imported: {_why}") from None
 
 from . import torch as _orchard_torch
 from ._library import ArgumentError, UnsupportedError
 from .reports import report
 
 if "q_offset" not in inspect.signature(sdpa_mask).parameters:
-    raise ImportError("orchard.transformers needs a newer Transformers (5.22 is tested): this one "
-                      "does not tell mask functions where the queries stand (q_offset)")
+    raise ImportError("orchard.transformers needs Transformers 5.4 or later (5.22 is tested): this "
+                      "one does not tell mask functions where the queries stand (q_offset)")
 
 Tensor = torch.Tensor
 NAME = "orchard"
@@ -130,9 +138,40 @@ def _packed(mask_function: Any, window: int) -> Optional[Tensor]:
     return _cell(overlay, "packed_sequence_mask") if plain else None
 
 
-def _with_window(tensor: Tensor, window: int) -> Tensor:
-    """[B,N] numbers in a form of the middle three."""
-    return tensor[:, :, None, None].expand(-1, -1, 1, 1 + window)
+_MARK = 85  # the last number of each description
+
+
+def _description(numbers: Tensor, keys: int, window: int) -> Tensor:
+    """[B,N] numbers as one of the four forms that describe a mask for so many keys."""
+    end = torch.tensor([window >> shift & 127 for shift in (0, 7, 14, 21)] + [_MARK],
+                       dtype=numbers.dtype, device=numbers.device)
+    row = torch.cat([numbers, end.expand(numbers.shape[0], -1)], dim=1)
+    longer = torch.nn.functional.pad(row, (0, keys + 1 + window))
+    return longer[:, :row.shape[1], None, None].expand(-1, -1, 1, 2 + window)
+
+
+def _read(description: Tensor, keys: int) -> Tuple[Tensor, int]:
+    """The numbers [B,N] and the window of a description, which must be as `_description` made it, or
+    a copy of that."""
+    _, length, queries, columns = description.shape
+    window = columns - 2
+    row = description[:, :, 0, 0]
+    words = (f"orchard.transformers: a mask {list(description.shape)} of {description.dtype} is not "
+             'as it was made for "orchard": this model changes its masks; use "eager" or "sdpa"')
+    if window < 0 or queries != 1 or length < 6:
+        raise UnsupportedError(words)
+    if description.stride(3) != 0:
+        end = row[:, -5:].to(torch.int64)
+        said = end[:, 0] + (end[:, 1] << 7) + (end[:, 2] << 14) + (end[:, 3] << 21)
+        right = (description == row[:, :, None, None]).all()
+        right = right & (said == window).all() & (end[:, 4] == _MARK).all()
+        if _blind(description):
+            torch._assert_async(right, words)
+        elif not bool(right):
+            raise UnsupportedError(words)
+    elif description.stride()[:2] != (length + keys + 1 + window, 1):
+        raise UnsupportedError(words)
+    return row[:, :-5], window
 
 
 def _boundaries(sequence: Tensor, window: int) -> Tensor:
@@ -141,13 +180,19 @@ def _boundaries(sequence: Tensor, window: int) -> Tensor:
     first = torch.ones((batch, 1), dtype=torch.bool, device=sequence.device)
     begins = torch.cat([first, sequence[:, 1:] != sequence[:, :-1]], dim=1).flatten()
     ends = torch.tensor([batch * length], device=sequence.device)
-    return _with_window(torch.cat([begins.nonzero()[:, 0], ends]).to(torch.int32)[None], window)
+    starts = torch.cat([begins.nonzero()[:, 0], ends]).to(torch.int32)
+    return _description(starts[None], length, window)
+
+
+def _resized(keys: Tensor, width: int) -> Tensor:
+    """[B,width]: keys without a word in the mask do not count."""
+    return torch.nn.functional.pad(keys[:, :width], (0, max(0, width - keys.shape[1])))
 
 
 def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int) -> Optional[Tensor]:
     """The shortest form for causal attention to the keys that count, keys [B, width] bool."""
     exact = keys.shape[1] == kv_length
-    form = _with_window(keys.view(torch.uint8), window)
+    form = _description(keys.view(torch.uint8), kv_length, window)
     if _blind(keys):
         return form
     whole, right = torch.stack([keys.all(), (keys[:, :-1] >= keys[:, 1:]).all()]).tolist()
@@ -155,7 +200,7 @@ def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int) -> Optio
         return None
     if exact and (whole or (right and q_length == kv_length)):
         _because("no token is padding" if whole else "all padding is on the right")
-        return _with_window(keys.sum(1, dtype=torch.int32)[:, None], window)
+        return _description(keys.sum(1, dtype=torch.int32)[:, None], kv_length, window)
     _because("there is padding on the left or between" if not whole else
              "the cache holds more keys than there are tokens")
     return form
@@ -172,35 +217,53 @@ def _vouched(module: Any) -> Optional[bool]:
                if inspect.isclass(one) and issubclass(one, PreTrainedModel))
 
 
+def _changes_masks(module: Any) -> bool:
+    """Whether a layer of this module makes another mask of the one it gets (DeepSeek-V4), or its
+    models ask for masks that can be changed."""
+    layers = [one for name, one in vars(module).items()
+              if name.endswith("Attention") and one.__module__ == module.__name__]
+    try:
+        return "allow_is_causal_skip" in inspect.getsource(module) or any(
+            re.search(r"\battention_mask = (?!(encoder_)?attention_mask( if|\n))",
+                      inspect.getsource(one)) for one in layers)
+    except (OSError, TypeError):  # no source: `attention` refuses what was changed
+        return False
+
+
 @functools.lru_cache(maxsize=None)
-def _unsure(config_class: type) -> bool:
-    """Whether only the mask of "eager" is sure to be understood by the models of a configuration.
-    Transformers asks whether a model follows the interface only in set_attn_implementation, not
-    while it is made or loaded."""
+def _unsure(config_class: type) -> str:
+    """Why only the mask of "eager" is sure to be understood by the models of a configuration; "" if
+    ours is. Transformers asks whether a model follows the interface only in
+    set_attn_implementation, not while it is made or loaded."""
     for one in config_class.__mro__:
         package = one.__module__.rpartition(".")[0]
         if package in ("", "transformers"):
             continue
-        found = [_vouched(module) for name, module in list(sys.modules.items())
-                 if name.startswith(package + ".modeling_")]
+        modules = [module for name, module in list(sys.modules.items())
+                   if name.startswith(package + ".modeling_")]
+        found = [_vouched(module) for module in modules]
         if False in found:
             warnings.warn(f"orchard.transformers: Transformers does not say that the models of "
                           f"{one.__name__} follow its attention interface: they get the masks of "
                           '"eager"; orchard.transformers.doctor(model) tells what calls Orchard')
-        if False in found or True in found:
-            return False in found
-    return False
+            return "this model may not follow Transformers' attention interface"
+        if any(_changes_masks(module) for module in modules):
+            return "this model changes its masks"
+        if True in found:
+            break
+    return ""
 
 
 @torch.compiler.assume_constant_result  # which torch.compile does not see through a cache
-def _eager_masks(config_class: type) -> bool:
+def _eager_masks(config_class: type) -> str:
     return _unsure(config_class)
 
 
 def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
     """Transformers' mask interface: one of the forms above, the smallest that says enough."""
-    if config is not None and _eager_masks(type(config)):
-        _because("this model may not follow Transformers' attention interface")
+    unsure = "" if config is None else _eager_masks(type(config))
+    if unsure:
+        _because(unsure)
         # Never None: some of these encoders do not say is_causal=False.
         made = eager_mask(*args, **{**kwargs, "config": config,
                                     "allow_is_bidirectional_skip": False})
@@ -219,7 +282,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
           local_size: Optional[int] = None, allow_is_causal_skip: bool = True,
           allow_is_bidirectional_skip: bool = False, config: Any = None, device: Any = "cpu",
           **kwargs: Any) -> Optional[Tensor]:
-    blind = _blind(attention_mask)
+    blind = _blind(attention_mask) or (isinstance(q_offset, Tensor) and is_tracing(q_offset))
     window = 0
     # Other overlays than the sliding window have a local size too.
     causal = allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None
@@ -235,22 +298,26 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
     known = q_offset + q_length - kv_offset  # keys up to the last query: a tensor in static caches
     if isinstance(known, Tensor) and not blind:
         known = int(known)
-    if causal and attention_mask is not None:
-        keys = attention_mask[:, kv_offset:kv_offset + kv_length]
-        if isinstance(known, Tensor) or keys.shape[1] == known:
-            return _key_mask(keys, q_length, kv_length, window)
-    elif causal:
+    if causal and attention_mask is None:
         if not isinstance(known, Tensor) and known == kv_length and window == 0:
             return None
         _because("no attention_mask was given" if kv_length == q_length else
                  "the cache holds more keys than there are tokens")
         lengths = torch.as_tensor(known, device=device).to(torch.int32).reshape(1, 1)
-        return _with_window(lengths.expand(batch_size, 1), window)
-    if mask_function is bidirectional_mask_function:
-        if attention_mask is None or (not blind and bool(attention_mask.all())):
-            if allow_is_bidirectional_skip:
+        return _description(lengths.expand(batch_size, 1), kv_length, window)
+    if causal and isinstance(known, Tensor):  # where the queries stand is not known yet
+        keys = _resized(attention_mask[:, kv_offset:], kv_length).to(torch.int64)
+        lengths = known.to(torch.int64).reshape(1, 1).expand(batch_size, 1)
+        return _description(torch.cat([lengths, keys], dim=1), kv_length, window)
+    if causal and known <= kv_length:
+        return _key_mask(_resized(attention_mask[:, kv_offset:], known), q_length, kv_length,
+                         window)
+    if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
+        if attention_mask is None:
+            return None
+        if attention_mask.shape[1] == kv_length:
+            if not blind and bool(attention_mask.all()):
                 return None
-        elif attention_mask.shape[1] == kv_length:
             _because("padding")
             return attention_mask[:, None, None, :]
     _because("a cache of fixed size, one token at a time" if q_length == 1 else
@@ -272,11 +339,11 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _described(attention_mask: Tensor) -> bool:
-    """Whether a mask is one of the middle three forms."""
-    return attention_mask.dtype in (torch.int32, torch.uint8)
+    """Whether a mask is one of the middle four forms."""
+    return attention_mask.dtype in (torch.int32, torch.uint8, torch.int64)
 
 
-def _options(attention_mask: Optional[Tensor], length: int, keys: int) -> Dict[str, Any]:
+def _options(attention_mask: Optional[Tensor], batch: int, length: int, keys: int) -> Dict[str, Any]:
     """The arguments of our function that a mask stands for; "crop": how many keys there are."""
     if attention_mask is None:
         return {"causal_alignment": "bottom_right"}
@@ -287,20 +354,25 @@ def _options(attention_mask: Optional[Tensor], length: int, keys: int) -> Dict[s
     if not _described(attention_mask):
         return {"attn_mask": attention_mask}
     found: Dict[str, Any] = {"causal_alignment": "bottom_right"}
-    window = attention_mask.shape[3] - 1
+    said, window = _read(attention_mask, keys)
     if window > 0:
         found["window"] = (window - 1, -1)
-    said = attention_mask[:, :, 0, 0]
+    if said.dtype == torch.int32 and said.shape[1] > 1:
+        found["cu_seqlens_q"] = found["cu_seqlens_k"] = said[0]
+        found["max_seqlen_q"] = found["max_seqlen_k"] = length
+        return found
+    if said.shape[0] != batch:
+        raise UnsupportedError(f"orchard.transformers: a mask for {said.shape[0]} sentences with "
+                               f'{batch} of them: this model cuts its masks; use "eager" or "sdpa"')
     if said.dtype == torch.uint8:
         found["crop"] = said.shape[1]
         found["attn_mask"] = said.view(torch.bool)[:, None, None, :]
-    elif said.shape[1] == 1:
-        found["key_lengths"] = said[:, 0]
-        if length == keys:  # padding on the right: queries keep their places
-            found["causal_alignment"] = "top_left"
-    else:
-        found["cu_seqlens_q"] = found["cu_seqlens_k"] = said[0]
-        found["max_seqlen_q"] = found["max_seqlen_k"] = length
+        return found
+    found["key_lengths"] = said[:, 0]
+    if said.dtype == torch.int64:
+        found["attn_mask"] = said[:, 1:].to(torch.bool)[:, None, None, :]
+    if length == keys:  # padding on the right: queries keep their places
+        found["causal_alignment"] = "top_left"
     return found
 
 
@@ -368,7 +440,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
                                '(block_indices=...), which "orchard" does not read; use "sdpa"')
     length, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    options = _options(attention_mask, length, keys)
+    options = _options(attention_mask, query.shape[0], length, keys)
     if attention_mask is not None:
         causal = _described(attention_mask)
     if cu_seq_lens_q is not None and (attention_mask is None or causal):
@@ -413,8 +485,12 @@ AttentionMaskInterface.register(NAME, mask)
 
 def _probes(model: Any) -> Dict[str, Dict[str, Tensor]]:
     """Small inputs for a text model: plain, and with padding on either side."""
-    config = model.config.get_text_config()
-    ids = torch.arange(2 * 16, device=model.device).reshape(2, 16) % config.vocab_size
+    words = getattr(model.config.get_text_config(), "vocab_size", None)
+    if words is None or model.main_input_name != "input_ids":
+        raise ArgumentError(f"orchard.transformers: doctor makes inputs for text models only; pass "
+                            f"those of {type(model).__name__}: doctor(model, "
+                            f"{model.main_input_name}=...)")
+    ids = torch.arange(2 * 16, device=model.device).reshape(2, 16) % words
     keys = torch.ones_like(ids)
     right, left = keys.clone(), keys.clone()
     right[1, 11:] = 0

@@ -324,6 +324,149 @@ def test_keys_chosen_by_an_indexer():
     assert torch.equal(*made)
 
 
+# ---- Masks that were changed on their way --------------------------------------------------------
+
+@pytest.mark.parametrize("config", [
+    dict(layer_types=["sliding_attention"] * 2),
+    dict(layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
+         compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}),
+])
+def test_deepseek_v4_which_lengthens_its_masks(config):
+    torch.manual_seed(3)
+    config = T.DeepseekV4Config(**dict(LLAMA, num_key_value_heads=1), **config, head_dim=16,
+                                q_lora_rank=16, o_lora_rank=16, o_groups=2, n_routed_experts=2,
+                                num_experts_per_tok=1, moe_intermediate_size=16, index_n_heads=2,
+                                index_head_dim=16, index_topk=3, sliding_window=6)
+    eager = T.DeepseekV4ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    for parameter in eager.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("orchard")
+    ids = tokens(3, 14)
+    for keys in (None, padding("right"), padding("left")):
+        same(logits(eager, ids, attention_mask=keys), logits(ours, ids, attention_mask=keys), keys)
+    made = [model.generate(ids, max_new_tokens=4, do_sample=False) for model in (eager, ours)]
+    assert torch.equal(*made)
+
+
+def test_packed_doge_which_computes_with_its_mask():
+    torch.manual_seed(3)
+    eager = T.DogeForCausalLM(T.DogeConfig(**LLAMA, keep_window_size=5)).eval()
+    for parameter in eager.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("orchard")
+    ids, positions = tokens(1, 14), torch.cat([torch.arange(5), torch.arange(9)])[None]
+    same(*(logits(model, ids, position_ids=positions, use_cache=False) for model in (eager, ours)))
+
+
+def test_t5gemma2_which_joins_two_masks():
+    torch.manual_seed(3)
+    small = dict(LLAMA, head_dim=8, sliding_window=6)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        small.pop(name)
+    decoder = T.T5Gemma2DecoderConfig(**small)
+    vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+                  image_size=16, patch_size=8)
+    encoder = T.T5Gemma2EncoderConfig(text_config=small, vision_config=vision,
+                                      image_token_index=60, mm_tokens_per_image=1)
+    eager = T.T5Gemma2ForConditionalGeneration(
+        T.T5Gemma2Config(encoder=encoder, decoder=decoder, image_token_index=60)).eval()
+    for parameter in eager.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("orchard")
+    ids = tokens(3, 14).clamp(max=59)
+    for keys in (torch.ones_like(ids), padding("right")):
+        same(*(logits(model, ids, attention_mask=keys, decoder_input_ids=ids[:, :7])
+               for model in (eager, ours)))
+
+
+def described(form, window):
+    """A mask of "orchard" for 2 sentences of 14 tokens, and the keys that its attention gets."""
+    config = MODELS["mistral"][1]()
+    config.sliding_window = window
+    keys = padding("left" if form == "keys" else "right")[:2].bool()
+    given = dict(batch_size=2, q_length=14, kv_length=14, config=config, local_size=window or None,
+                 attention_mask=keys)
+    if form == "packed":
+        sequence = (torch.arange(14) > 5).long().expand(2, -1)
+        mask_utils = transformers.masking_utils
+        base = (mask_utils.sliding_window_causal_mask_function(window) if window else
+                mask_utils.causal_mask_function)
+        given.update(attention_mask=None, allow_is_causal_skip=False, mask_function=(
+            mask_utils.and_masks(base, mask_utils.packed_sequence_mask_function(sequence))))
+    return orchard_transformers.mask(**given)
+
+
+def twice(mask):
+    return torch.cat([mask, mask], dim=-1)
+
+
+CHANGES = {
+    "padded": lambda mask: torch.nn.functional.pad(mask, (0, 7)),
+    "padded in front": lambda mask: torch.nn.functional.pad(mask, (3, 0)),
+    "padded with ones": lambda mask: torch.nn.functional.pad(mask, (0, 7), value=1),
+    "padded on both sides": lambda mask: torch.nn.functional.pad(mask, (0, 1, 0, 1)),
+    "other keys": lambda mask: torch.nn.functional.pad(mask, (0, 0, 0, 0, 0, 2)),
+    "concatenated": lambda mask: torch.cat([mask, mask.new_zeros(*mask.shape[:3], 5)], dim=-1),
+    "twice": twice,
+    "twice, then cut": lambda mask: twice(mask)[..., :mask.shape[3] + 1],
+    "longer than before": lambda mask: mask[..., :1].expand(-1, -1, 1, mask.shape[3] + 1),
+    "cut": lambda mask: mask[..., :-1],
+    "cut in front": lambda mask: mask[..., 1:],
+    "fewer keys": lambda mask: mask[:, 1:],
+    "copied and cut": lambda mask: mask.contiguous()[..., 1:],
+    "copied and padded": lambda mask: torch.nn.functional.pad(mask.contiguous(), (0, 1)),
+    "one sentence": lambda mask: mask[:1, 1:],
+    "added to": lambda mask: mask + 1,
+    "as float": lambda mask: mask.float(),
+    "as bool": lambda mask: mask.bool(),
+}
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("form", ["lengths", "keys", "packed"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_changed_mask_never_passes(form, window, compiled):
+    torch._dynamo.reset()
+    module, mask = torch.nn.Module(), described(form, window)
+    assert mask.dtype == (torch.uint8 if form == "keys" else torch.int32)
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, 4, 14, 8) for _ in range(3))
+
+    def call(mask):
+        return orchard_transformers.attention(module, q, k, v, mask)[0]
+    run = torch.compile(call, backend="eager", fullgraph=True, dynamic=False) if compiled \
+        else call
+    want = call(mask)
+    assert torch.equal(run(mask), want)
+    assert torch.equal(run(mask.contiguous()), want)  # generate copies masks
+    for name, change in CHANGES.items():
+        changed = change(mask)
+        if name == "one sentence" and form == "packed":
+            changed = mask[:, 2:]
+        torch._dynamo.reset()
+        with pytest.raises(Exception) as error:
+            run(changed)
+        if name not in ("as float", "as bool"):
+            assert "changes its masks" in str(error.value), name
+
+
+def test_a_mask_for_another_number_of_keys():
+    mask = described("lengths", 6)
+    q = torch.randn(2, 4, 14, 8)
+    k = torch.randn(2, 4, 16, 8)
+    with pytest.raises(OrchardError, match="changes its masks"):
+        orchard_transformers.attention(torch.nn.Module(), q, k, k, mask)
+    with pytest.raises(OrchardError, match="2 sentences with 1"):
+        orchard_transformers.attention(torch.nn.Module(), q[:1], q[:1], q[:1], mask)
+
+
 # ---- Models for which Transformers does not vouch ------------------------------------------------
 
 OTHERS = dict(vocab_size=61, hidden_size=32, num_hidden_layers=1, intermediate_size=48,
@@ -419,6 +562,44 @@ def test_compiled_whole():
              keys)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("width", ["tokens", "cache", "between"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_chunks_in_a_static_cache(name, width, compiled, watch):
+    """Prompts in pieces of 9 and 5 tokens, with a mask as long as the tokens, the cache, or so."""
+    eager, ours = pair(name)
+    torch._dynamo.reset()
+    model = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    ids = tokens(3, 14)
+    for keys in (torch.ones_like(ids), padding("left")):
+        positions = (keys.cumsum(1) - 1).clamp(min=0)
+        want = logits(eager, ids, attention_mask=keys, position_ids=positions, use_cache=False)
+        cache, have = cache_of("static", ours), []
+        for begin, end in ((0, 9), (9, 14)):
+            wide = {"tokens": end, "cache": 24, "between": end + 3}[width]
+            mask = torch.nn.functional.pad(keys[:, :end], (0, wide - end))
+            have.append(logits(model, ids[:, begin:end], attention_mask=mask,
+                               position_ids=positions[:, begin:end], past_key_values=cache))
+        same(want, torch.cat(have, dim=1), keys)
+    assert watch.made == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_generation_by_a_compiled_forward(name):
+    """The masks that `generate` makes and copies are inputs of the graph."""
+    eager, ours = pair(name)
+    torch._dynamo.reset()
+    ours = copy.deepcopy(ours)
+    ours.forward = torch.compile(ours.forward, backend="aot_eager")
+    for batch in (3, 1):
+        ids, keys = tokens(batch, 14), padding("left")[-batch:]
+        for cache in ("static", "dynamic"):
+            made = [model.generate(ids, attention_mask=keys, max_new_tokens=4, do_sample=False,
+                                   cache_implementation=cache, disable_compile=True)
+                    for model in (eager, ours)]
+            assert torch.equal(*made)
+
+
 # ---- Custom masks, refusals, switching -----------------------------------------------------------
 
 @pytest.mark.parametrize("name", ["mistral", "bert"])
@@ -499,11 +680,11 @@ def test_a_transformers_that_is_missing_or_too_old(monkeypatch):
     monkeypatch.delitem(sys.modules, "orchard.transformers")
     with monkeypatch.context() as now:
         now.setattr("transformers.masking_utils.sdpa_mask", lambda batch_size, cache_position: None)
-        with pytest.raises(ImportError, match="newer Transformers"):
+        with pytest.raises(ImportError, match=r"needs Transformers 5\.4 or later.*q_offset"):
             importlib.import_module("orchard.transformers")
     with monkeypatch.context() as now:
         now.setitem(sys.modules, "transformers", None)
-        with pytest.raises(ImportError, match="needs Transformers with its mask interface"):
+        with pytest.raises(ImportError, match=r"needs Transformers 5\.4 or later"):
             importlib.import_module("orchard.transformers")
 
 
@@ -541,3 +722,13 @@ def test_doctor_tells_the_path_and_the_reason(capsys):
     text = "\n".join(orchard_transformers.doctor(eager))
     assert 'set_attn_implementation("orchard")' in text
     assert 'model.layers.1.self_attn  not Orchard: its attn_implementation is "eager"' in text
+
+
+def test_doctor_asks_for_the_inputs_of_other_models():
+    small = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+    model = T.ViTModel._from_config(T.ViTConfig(**small, image_size=16, patch_size=8),
+                                    attn_implementation="orchard")
+    with pytest.raises(OrchardError, match=r"pass those of ViTModel: doctor\(model, pixel_values="):
+        orchard_transformers.doctor(model)
+    lines = orchard_transformers.doctor(model, pixel_values=torch.zeros(1, 3, 16, 16))
+    assert "1 attention layers by Orchard" in lines[0]
