@@ -60,6 +60,49 @@ def test_second_order_is_not_lost():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("detected", [True, False])
+def test_second_order_of_batched_grads_is_not_lost(detected, monkeypatch):
+    """is_grads_batched, and so jacobian(vectorize=True), runs backward in a vmap of its own, in
+    which a Function records nothing."""
+    if not detected:  # a torch without the question
+        monkeypatch.setattr(autograd, "_is_legacy_batched", lambda tensor: True)
+    q, k, v = leaves()
+    grads = torch.randn(3, *q.shape, dtype=q.dtype)
+    results = []
+    for function in (attention, plain):
+        first = torch.autograd.grad(function(q, k, v), (q, k, v), grads, is_grads_batched=True,
+                                    create_graph=True)
+        loss = sum(x.square().sum() for x in first)
+        jacobian = torch.autograd.functional.jacobian(lambda x: function(x, k, v), q,
+                                                      create_graph=True, vectorize=True)
+        results.append([*first, *torch.autograd.grad(loss + jacobian.square().sum(), (q, k, v))])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
+def test_second_order_of_batched_grads_with_every_option():
+    q, k, v = leaves(2, 2, 5, 4)
+    bias, sinks = (torch.randn(s, dtype=q.dtype, requires_grad=True) for s in ((1, 2, 5, 5), (2,)))
+    inputs = (q, k, v, bias, sinks)
+    dout, dlse = (torch.randn(2, *s, dtype=q.dtype) for s in ((2, 2, 5, 4), (2, 2, 5)))
+
+    def second(batched):
+        torch.manual_seed(4)
+        made = attention(q, k, v, bias, 0.3, sinks=sinks, return_lse=True, softcap=2.0,
+                         key_lengths=torch.tensor([5, 3]))
+        if batched:
+            first = torch.autograd.grad(made, inputs, (dout, dlse), is_grads_batched=True,
+                                        create_graph=True)
+        else:
+            first = [torch.stack(x) for x in zip(*(
+                torch.autograd.grad(made, inputs, pair, create_graph=True)
+                for pair in zip(dout, dlse)))]
+        return [*first, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)]
+
+    for a, b in zip(second(True), second(False)):
+        torch.testing.assert_close(a, b)
+
+
 def test_public_function_has_gradients_without_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
