@@ -103,6 +103,29 @@ def test_second_order_of_batched_grads_with_every_option():
         torch.testing.assert_close(a, b)
 
 
+HIDDEN = {  # of five keys, which the second batch element cannot see, and by what
+    "key lengths": ([3, 4], {"key_lengths": torch.tensor([5, 3])}),
+    "causal": ([3, 4], {"is_causal": True}),
+    "window": ([0, 1], {"window": (0, 0), "causal_alignment": "bottom_right"}),
+    "mask": ([1], {"attn_mask": torch.tensor([True, False, True, True, True])}),
+    "bias": ([2], {"bias": torch.zeros(5).double().index_fill(0, torch.tensor([2]), -torch.inf)}),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_nan_in_hidden_keys_reaches_no_second_order(name):
+    places, options = HIDDEN[name]
+    q, k, v = (torch.randn(2, 2, n, 4, dtype=torch.float64) for n in (3, 5, 5))
+    results = []
+    for anything in (0.0, torch.nan):
+        k[1, :, places] = v[1, :, places] = anything
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        first = torch.autograd.grad(attention(*x, **options).square().sum(), x, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), x)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
 def test_public_function_has_gradients_without_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
