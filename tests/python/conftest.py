@@ -7,6 +7,12 @@ site-packages: a test of the tree would say nothing about the wheel.
 import os
 import pathlib
 import sys
+import tempfile
+
+# Inductor keeps compiled graphs with the strides that an op's fake gave then, and its key does not
+# know the fake: code compiled by another tree would be tested instead of this one's.
+_inductor = tempfile.TemporaryDirectory(prefix="orchard-inductor-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor.name
 
 ALLOWED_SKIPS = {  # the beginning of a reason: why such a case may be left out
     "large pages are asked for on Linux only": "they only save time",

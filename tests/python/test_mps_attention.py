@@ -127,6 +127,26 @@ def test_what_pytorch_has_no_word_for(launcher, option):  # noqa: F811
     assert counted(launcher) == [("attention_forward", F64, 1), ("attention_forward", None, 1)]
 
 
+@pytest.mark.parametrize("lse", [False, True])  # by PyTorch's own attention; by the explicit formula
+@pytest.mark.parametrize("options", [{"key_lengths": torch.tensor([21, 13])}, {"is_causal": True}],
+                         ids=str)
+def test_padding_of_a_refused_call_may_hold_anything(launcher, options, lse):  # noqa: F811
+    q, k, v = (torch.randn(2, 4, n, 16, dtype=torch.float64) for n in (13, 21, 21))
+    results = []
+    for anything in (0.0, torch.nan):
+        k[1, :, 13:] = v[1, :, 13:] = anything
+        leaves = [fake_mps.tensor(x.clone()).requires_grad_() for x in (q, k, v)]
+        placed = {n: fake_mps.tensor(x) if isinstance(x, torch.Tensor) else x
+                  for n, x in options.items()}
+        out = attention(*leaves, **placed, return_lse=lse)
+        out = out[0] if lse else out
+        grads = torch.autograd.grad(out.square().sum(), leaves)
+        results.append([x.detach().cpu() for x in (out, *grads)])
+    assert counted(launcher) == [("attention_forward", F64, 2), ("attention_forward", None, 2)]
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
 def test_halves_packed_sequences_and_dropout_of_a_refused_call(launcher):  # noqa: F811
     """What the CPU gives, for the same seed."""
     cu = torch.tensor([0, 5, 5, 13], dtype=torch.int32)

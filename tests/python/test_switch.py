@@ -167,6 +167,36 @@ def test_values_and_gradients(case):
     close(expected, found)
 
 
+LAYOUTS = {  # how a query of 2 batches, 6 heads, 5 rows of 8 lies in memory
+    "contiguous": lambda: torch.randn(2, 6, 5, 8),
+    "rows, then heads": lambda: torch.randn(2, 5, 6, 8).transpose(1, 2),
+    "fused q, k, v": lambda: torch.randn(2, 5, 3, 6, 8)[:, :, 0].transpose(1, 2),
+    "rows first": lambda: torch.randn(5, 2, 6, 8).permute(1, 2, 0, 3),
+    "heads first": lambda: torch.randn(6, 2, 5, 8).transpose(0, 1),
+    "sliced": lambda: torch.randn(2, 6, 9, 8)[:, :, 2:7],
+    "repeated": lambda: torch.randn(1, 1, 5, 8).expand(2, 6, 5, 8),
+    "one row": lambda: torch.randn(2, 1, 6, 8).transpose(1, 2),
+    "rows outside": lambda: torch.randn(2, 6, 8, 5).mT,
+    "rank 3": lambda: torch.randn(6, 5, 8),
+    "rank 5": lambda: torch.randn(2, 2, 6, 5, 8),
+}
+
+
+@pytest.mark.parametrize("groups", [6, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_lie_in_memory_as_torchs(layout, groups):
+    """So a view of the result is possible with the switch wherever it is without."""
+    q = LAYOUTS[layout]()
+    k = torch.randn(*q.shape[:-3], groups, 7, 8)
+    gqa = groups < 6
+    expected = THE.torch(q, k, k, enable_gqa=gqa)
+    with switch.enable():
+        found = F.scaled_dot_product_attention(q, k, k, enable_gqa=gqa)
+    if q.dim() > 3 or not gqa:
+        assert switch.counts() == {switch.SERVED: 1}
+    assert found.stride() == expected.stride()
+
+
 def test_grouped_heads():
     q, (k, v) = qkv(2, 6, 7, 8)[0], qkv(2, 2, 7, 8)[1:]
     expected, found, counts = both(None, [q, k, v], is_causal=True, enable_gqa=True)

@@ -57,6 +57,28 @@ def test_inductor_equals_eager(name):
         torch.testing.assert_close(a, b)
 
 
+SHARED = {
+    "key_is_value": lambda q, k: attention(q, k, k),
+    "all_one": lambda q, k: attention(q, q, q, is_causal=True) + k.sum(),
+    "query_is_value": lambda q, k: attention(q, k[:, :, :6], q, scale=0.3),
+    "all_one_three": lambda q, k: attention(q[0], q[0], q[0], softcap=2.0) + k.sum(),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_one_tensor_in_several_places(name):
+    """Its gradient is the sum of all places'; so for two arguments that are one tensor."""
+    tensors = leaves()[:2]
+    eager = results(SHARED[name], tensors)
+    for a, b in zip(eager, results(torch.compile(SHARED[name], fullgraph=True), tensors)):
+        torch.testing.assert_close(a, b)
+    call = torch.compile(CALLS["causal"], fullgraph=True, backend="aot_eager")
+    one = tensors[0]
+    found = results(lambda x: call(x, x, x), [one])
+    for a, b in zip(results(lambda x: CALLS["causal"](x, x, x), [one]), found):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("mode", ["no_grad", "inference", "no_requires_grad"])
 def test_without_gradients(mode):
     tensors = leaves()

@@ -86,6 +86,26 @@ def test_vmap_of_no_samples():
     assert dq.shape == (0, 2, 4, 5, 6) and dk.shape == (0, 2, 4, 7, 6)
 
 
+def test_vmap_of_no_samples_one_by_one():
+    """Where the samples cannot join the batch there is none to tell the shapes."""
+    q, sinks = rand(2, 4, 5, 6, grad=True), rand(0, 4, grad=True)
+    out = torch.vmap(lambda s: attention(q, q, q, sinks=s))(sinks)
+    assert out.shape == (0, 2, 4, 5, 6)
+    dq, dsinks = torch.autograd.grad(out.sum(), (q, sinks))
+    assert dq.abs().max() == 0 and dsinks.shape == (0, 4)
+    gradient = torch.func.grad(lambda x, s: attention(x, x, x, sinks=s).sum(), argnums=(0, 1))
+    dq, dsinks = torch.vmap(gradient, (None, 0))(q.detach(), sinks.detach())
+    assert dq.shape == (0, 2, 4, 5, 6) and dsinks.shape == (0, 4)
+    for randomness in ("same", "different"):
+        out = torch.vmap(lambda x: attention(x, x, x, dropout_p=0.5), randomness=randomness)(
+            rand(0, 2, 4, 5, 6))
+        assert out.shape == (0, 2, 4, 5, 6)
+    mask = torch.ones(0, 5, 5, dtype=torch.bool)
+    lengths = torch.ones(0, 2, dtype=torch.int32)
+    out = torch.vmap(lambda m, n: attention(q, q, q, m, key_lengths=n))(mask, lengths)
+    assert out.shape == (0, 2, 4, 5, 6)
+
+
 def test_grad_of_vmap_and_nested_vmap():
     torch.manual_seed(2)
     q, k, v = (rand(N, 2, 2, 4, 5, 6) for _ in range(3))

@@ -60,6 +60,72 @@ def test_second_order_is_not_lost():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("detected", [True, False])
+def test_second_order_of_batched_grads_is_not_lost(detected, monkeypatch):
+    """is_grads_batched, and so jacobian(vectorize=True), runs backward in a vmap of its own, in
+    which a Function records nothing."""
+    if not detected:  # a torch without the question
+        monkeypatch.setattr(autograd, "_is_legacy_batched", lambda tensor: True)
+    q, k, v = leaves()
+    grads = torch.randn(3, *q.shape, dtype=q.dtype)
+    results = []
+    for function in (attention, plain):
+        first = torch.autograd.grad(function(q, k, v), (q, k, v), grads, is_grads_batched=True,
+                                    create_graph=True)
+        loss = sum(x.square().sum() for x in first)
+        jacobian = torch.autograd.functional.jacobian(lambda x: function(x, k, v), q,
+                                                      create_graph=True, vectorize=True)
+        results.append([*first, *torch.autograd.grad(loss + jacobian.square().sum(), (q, k, v))])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
+def test_second_order_of_batched_grads_with_every_option():
+    q, k, v = leaves(2, 2, 5, 4)
+    bias, sinks = (torch.randn(s, dtype=q.dtype, requires_grad=True) for s in ((1, 2, 5, 5), (2,)))
+    inputs = (q, k, v, bias, sinks)
+    dout, dlse = (torch.randn(2, *s, dtype=q.dtype) for s in ((2, 2, 5, 4), (2, 2, 5)))
+
+    def second(batched):
+        torch.manual_seed(4)
+        made = attention(q, k, v, bias, 0.3, sinks=sinks, return_lse=True, softcap=2.0,
+                         key_lengths=torch.tensor([5, 3]))
+        if batched:
+            first = torch.autograd.grad(made, inputs, (dout, dlse), is_grads_batched=True,
+                                        create_graph=True)
+        else:
+            first = [torch.stack(x) for x in zip(*(
+                torch.autograd.grad(made, inputs, pair, create_graph=True)
+                for pair in zip(dout, dlse)))]
+        return [*first, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)]
+
+    for a, b in zip(second(True), second(False)):
+        torch.testing.assert_close(a, b)
+
+
+HIDDEN = {  # of five keys, which the second batch element cannot see, and by what
+    "key lengths": ([3, 4], {"key_lengths": torch.tensor([5, 3])}),
+    "causal": ([3, 4], {"is_causal": True}),
+    "window": ([0, 1], {"window": (0, 0), "causal_alignment": "bottom_right"}),
+    "mask": ([1], {"attn_mask": torch.tensor([True, False, True, True, True])}),
+    "bias": ([2], {"bias": torch.zeros(5).double().index_fill(0, torch.tensor([2]), -torch.inf)}),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_nan_in_hidden_keys_reaches_no_second_order(name):
+    places, options = HIDDEN[name]
+    q, k, v = (torch.randn(2, 2, n, 4, dtype=torch.float64) for n in (3, 5, 5))
+    results = []
+    for anything in (0.0, torch.nan):
+        k[1, :, places] = v[1, :, places] = anything
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        first = torch.autograd.grad(attention(*x, **options).square().sum(), x, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), x)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
 def test_public_function_has_gradients_without_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -21,6 +21,15 @@ _ABSENT = (None,) * (TENSORS - 3)
 
 # Function.apply itself uses this; private, so it may be absent.
 _unwrap_if_dead = getattr(torch._C._functorch, "unwrap_if_dead", None)
+# Private too. The answer must be yes then: what it leads to is right for all, and slow.
+_is_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: True)
+
+
+def _grads_batched(*tensors) -> bool:
+    """Whether autograd.grad(is_grads_batched=True) runs this backward: a Function inside it would
+    record nothing."""
+    return not torch.compiler.is_compiling() and any(
+        x is not None and _is_legacy_batched(x) for x in tensors)
 
 
 def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
@@ -29,7 +38,11 @@ def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
         return (None,) * 5
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and _grads_batched(dout, dlse):
+        q, k, v, bias, _, _, sinks = tensors[:7]
+        with torch.autocast(q.device.type, enabled=False):
+            made = second.gradients(tensors, options, dout, dlse, q, k, v, bias, sinks)
+    elif torch.is_grad_enabled():
         made = AttentionBackward.apply(needs, dout, dlse, out, lse, *tensors, *options)
     else:
         made = ops.backward(needs, dout, dlse, out, lse, *tensors, *options)

@@ -18,6 +18,10 @@ def _one_by_one(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     def sample(i: int) -> List:
         return [a if d is None else a.select(d, i) for a, d in zip(args, in_dims)]
 
+    if not count:  # one of zeros tells the shapes, and keeps the results within autograd
+        zeros = [a if d is None else a.sum(d, dtype=a.dtype) for a, d in zip(args, in_dims)]
+        made = call(*zeros)
+        return tuple(x[None][:0] for x in made), (0,) * len(made)
     samples = [call(*sample(i)) for i in range(count)]
     return tuple(torch.stack(column) for column in zip(*samples)), (0,) * len(samples[0])
 
@@ -61,7 +65,7 @@ def _unfoldable(in_dims: Sequence, args: Sequence) -> bool:
 
 def map_forward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     """vmap's rule for a call with the arguments of attention_forward."""
-    if _unfoldable(in_dims, args):
+    if not count or _unfoldable(in_dims, args):
         return _one_by_one(call, count, in_dims, args)
     folded, batch = _fold_attention(count, in_dims, args, False)
     out, lse = call(*folded)
@@ -71,7 +75,7 @@ def map_forward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
 def map_backward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     """vmap's rule for a call with the arguments of attention_backward."""
     needs, own, rest = args[0], args[1:5], args[5:]
-    if _unfoldable(in_dims[5:], rest) or needs & DSINKS:
+    if not count or _unfoldable(in_dims[5:], rest) or needs & DSINKS:
         return _one_by_one(call, count, in_dims, args)
     folded, batch = _fold_attention(count, in_dims[5:], rest, True)
     ranks = (4, 3, 4, 3)

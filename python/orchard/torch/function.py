@@ -218,6 +218,14 @@ def _transformed() -> bool:
     return forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
 
 
+def _distinct(*tensors: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+    """In compiled code a Function refuses to be given one tensor twice: views of it will do."""
+    if not torch.compiler.is_compiling():
+        return tensors
+    return tuple(x if x is None or all(x is not y for y in tensors[:i]) else x.view_as(x)
+                 for i, x in enumerate(tensors))
+
+
 def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
               *rest) -> Tuple[Tensor, Optional[Tensor]]:
     """(out, lse) for arguments in the order of the op's schema, by the right Function."""
@@ -229,6 +237,7 @@ def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
         if made is not None:
             return made
     if needs:
+        q, k, v, bias, sinks = _distinct(q, k, v, bias, sinks)
         made = autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest[:4]), rest[4:],
                                             with_lse)
         return made if with_lse else (made, None)
@@ -270,6 +279,8 @@ def _plain_call(with_lse: bool, q: Tensor, k: Tensor, v: Tensor,
         return autograd.Attention.apply(q, k, v, None, None, *_NONE, 0, 0, None, causal, False, -1,
                                         -1, 0.0, 0.0)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if q is k or k is v or q is v:
+            q, k, v = _distinct(q, k, v)
         made = autograd.AttentionFast.apply(q, k, v, None, None, _NONE, (
             0, 0, None, causal, False, -1, -1, 0.0, 0.0), with_lse)
         return made if with_lse else (made, None)

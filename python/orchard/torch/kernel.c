@@ -265,7 +265,7 @@ static void take_attention(journey *j, const word *stack, orchard_attention *to)
     to->dropout = number(stack[19]);
 }
 
-/* ---- Outputs: the layouts of ops.new_outputs and ops.new_gradients --------------------------- */
+/* ---- Outputs: the layouts of outputs.py ------------------------------------------------------ */
 
 static int32_t torch_dtype(orchard_dtype dtype)
 {
@@ -331,26 +331,6 @@ static void dense(int32_t rank, const int64_t *size, const int32_t *order, int64
     }
 }
 
-static void make_outputs(journey *j, orchard_attention_forward_args *args)
-{
-    const orchard_tensor *q = &args->attention.q, *v = &args->attention.v;
-    const bool packed = args->attention.cu_seqlens_q.dtype != ORCHARD_DTYPE_NONE;
-    const int32_t rank = packed ? 3 : 4;
-    static const int32_t rows_then_heads[4] = {3, 1, 2, 0}; /* in memory [B,T,H,E] */
-    static const int32_t contiguous[2][3] = {{2, 1, 0}, {1, 0, 0}};
-    if (q->rank != rank || v->rank != rank) {
-        return; /* without an output the library looks at the inputs and says what is wrong */
-    }
-    int64_t size[4], stride[4];
-    memcpy(size, q->size, sizeof size);
-    size[rank - 1] = v->size[rank - 1];
-    dense(rank, size, packed ? contiguous[0] : rows_then_heads, stride);
-    make(j, "out", rank, size, stride, q->dtype, &args->out);
-    dense(rank - 1, size, contiguous[packed], stride);
-    make(j, "lse", rank - 1, size, stride, q->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32,
-         &args->lse);
-}
-
 /* Whether the elements fill their memory without a hole; torch then repeats the strides. */
 static bool fills_memory(const orchard_tensor *like)
 {
@@ -389,33 +369,61 @@ static int compare(const orchard_tensor *like, int32_t a, int32_t b)
     return like->size[a] > like->size[b] ? 1 : 0;
 }
 
-/* torch.empty_like: the same strides, or else dense in the same order of dimensions. */
-static void make_like(journey *j, const char *name, const orchard_tensor *like, orchard_tensor *to)
+/* The strides of torch.empty_like: the same, or else dense in the same order of dimensions. */
+static void strides_like(const orchard_tensor *like, int64_t *stride)
 {
     int32_t order[ORCHARD_MAX_RANK];
-    int64_t stride[ORCHARD_MAX_RANK];
     const int32_t rank = like->rank;
-    memcpy(stride, like->stride, sizeof stride);
-    if (!fills_memory(like)) {
-        for (int32_t i = 0; i < rank; i++) {
-            order[i] = rank - 1 - i;
-        }
-        for (int32_t i = 1; i < rank; i++) {
-            for (int32_t moving = i, k = i - 1; k >= 0; k--) {
-                const int comparison = compare(like, order[k], order[moving]);
-                if (comparison > 0) {
-                    const int32_t other = order[k];
-                    order[k] = order[moving];
-                    order[moving] = other;
-                    moving = k;
-                } else if (comparison < 0) {
-                    break;
-                }
+    if (fills_memory(like)) {
+        memcpy(stride, like->stride, sizeof like->stride);
+        return;
+    }
+    for (int32_t i = 0; i < rank; i++) {
+        order[i] = rank - 1 - i;
+    }
+    for (int32_t i = 1; i < rank; i++) {
+        for (int32_t moving = i, k = i - 1; k >= 0; k--) {
+            const int comparison = compare(like, order[k], order[moving]);
+            if (comparison > 0) {
+                const int32_t other = order[k];
+                order[k] = order[moving];
+                order[moving] = other;
+                moving = k;
+            } else if (comparison < 0) {
+                break;
             }
         }
-        dense(rank, like->size, order, stride);
     }
-    make(j, name, rank, like->size, stride, like->dtype, to);
+    dense(rank, like->size, order, stride);
+}
+
+/* out's rows lie in the order of q's, whatever q's last stride; packed ones follow each other. */
+static void make_outputs(journey *j, orchard_attention_forward_args *args)
+{
+    orchard_tensor like = args->attention.q;
+    const orchard_tensor *v = &args->attention.v;
+    const bool packed = args->attention.cu_seqlens_q.dtype != ORCHARD_DTYPE_NONE;
+    const int32_t rank = packed ? 3 : 4;
+    static const int32_t contiguous[2][3] = {{2, 1, 0}, {1, 0, 0}};
+    if (like.rank != rank || v->rank != rank) {
+        return; /* without an output the library looks at the inputs and says what is wrong */
+    }
+    int64_t stride[ORCHARD_MAX_RANK];
+    like.size[rank - 1] = v->size[rank - 1];
+    if (packed) {
+        dense(rank, like.size, contiguous[0], stride);
+    } else {
+        like.rank = 3;
+        strides_like(&like, stride);
+        for (int32_t i = 0; i < 3; i++) {
+            stride[i] *= at_least_one(like.size[3]);
+        }
+        stride[3] = 1;
+    }
+    make(j, "out", rank, like.size, stride, like.dtype, &args->out);
+    dense(rank - 1, like.size, contiguous[packed], stride);
+    make(j, "lse", rank - 1, like.size, stride,
+         like.dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32, &args->lse);
 }
 
 static void make_gradient(journey *j, const char *name, bool needed, const orchard_attention *from,
@@ -423,7 +431,9 @@ static void make_gradient(journey *j, const char *name, bool needed, const orcha
 {
     static const int64_t none = 0, step = 1;
     if (needed && like->dtype && like->rank <= ORCHARD_MAX_RANK) {
-        make_like(j, name, like, to);
+        int64_t stride[ORCHARD_MAX_RANK];
+        strides_like(like, stride);
+        make(j, name, like->rank, like->size, stride, like->dtype, to);
     } else {
         make(j, name, 1, &none, &step, from->q.dtype, NULL);
     }

@@ -114,12 +114,17 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
         options.get("align") or options.get("has_window")
         or any(inputs.get(n) is not None for n in ("bias", "mask", "alibi", "key_lengths")))
     mask: Optional[torch.Tensor] = None
-    if not only_causal:
+    if only_causal:
+        k, v = k[:, :, :q.shape[2]], v[:, :, :q.shape[2]]  # nobody sees the rest
+    else:
         seen, apart = _visible(inputs, options)
         given = inputs.get("mask")
         if given is not None:
             seen = given if seen is None else seen & given
         mask = inputs.get("bias")
+        shown = second.not_left_out(seen, mask)
+        if shown is not None:
+            k, v = second.hide(shown, k, v)
         if inputs.get("alibi") is not None:
             slopes = inputs["alibi"].reshape(-1, q.shape[1], 1, 1) * -apart
             mask = slopes if mask is None else mask + slopes

@@ -36,15 +36,17 @@ def check_rank(op: str, packed: bool, **operands: torch.Tensor) -> None:
 
 
 def new_outputs(q: torch.Tensor, v: torch.Tensor, packed: bool) -> Tensors2:
-    """out and lse. out lies in memory as [B,T,H,E]: joining the heads afterwards costs no copy."""
+    """out and lse. out's rows lie in the order of q's, as torch's own flash kernel has it: joining
+    the heads afterwards costs no copy where splitting them cost none."""
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    *size, _ = q.shape
+    values = v.shape[-1]
+    lse = q.new_empty(size, dtype=lse_dtype)
     if packed:
-        total, heads, _ = q.shape
-        return q.new_empty((total, heads, v.shape[-1])), q.new_empty((total, heads),
-                                                                    dtype=lse_dtype)
-    batch, heads, length, _ = q.shape
-    out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
-    return out, q.new_empty((batch, heads, length), dtype=lse_dtype)
+        return q.new_empty((*size, values)), lse
+    rows = torch.empty_like(torch.empty_strided(size, q.stride()[:-1], device="meta"))
+    stride = (*(step * max(values, 1) for step in rows.stride()), 1)
+    return q.new_empty_strided((*size, values), stride), lse
 
 
 def new_gradients(needs: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

@@ -86,6 +86,22 @@ class Packing:
         return padded.transpose(1, 2)[self.valid]
 
 
+def hide(seen: torch.Tensor, *tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """Keys or values [B,G,S,...] with 0 in place of those that no query of their batch element sees:
+    they may hold anything, and 0 * NaN is NaN. `seen` broadcasts to [B,H,T,S]."""
+    seen = seen[(None,) * (4 - seen.dim())]
+    shown = seen.any(2).any(1)[:, None, :, None]
+    return tuple(torch.where(shown, x, 0) for x in tensors)
+
+
+def not_left_out(seen: Maybe, bias: Maybe) -> Maybe:
+    """`seen` without the pairs that a bias of -inf leaves out; None: all are seen."""
+    if bias is None:
+        return seen
+    finite = bias != float("-inf")
+    return finite if seen is None else seen & finite
+
+
 class Scene(NamedTuple):
     """All that is constant: who sees whom and where, what dropout keeps."""
 
@@ -166,6 +182,7 @@ def _lay(tensors, options: Options, q, k, v, bias, sinks) -> Laid:
         lengths_t, lengths_s = packing_t.lengths, packing_s.lengths
         q, k, v = packing_t.pad(q), packing_s.pad(k), packing_s.pad(v)
     scene = _scene(q, k, tensors, lengths_t, lengths_s, options, dtype)
+    k, v = hide(not_left_out(scene.seen, bias), k, v)
     return Laid(scene, packing_t, packing_s, q, k, v, bias, sinks)
 
 
