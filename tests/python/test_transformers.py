@@ -584,7 +584,7 @@ def test_chunks_in_a_static_cache(name, width, compiled, watch):
     assert watch.made == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["gemma2"])  # layers with and without a window
 def test_generation_by_a_compiled_forward(name):
     """The masks that `generate` makes and copies are inputs of the graph."""
     eager, ours = pair(name)
