@@ -33,6 +33,7 @@ static const attention_case the_case = {
 #define NOT_BUILT "the device could not build a kernel"
 #define NOT_BROUGHT "an operand could not be brought to the device"
 #define NOT_STARTED "the device could not start the work"
+#define NOT_FETCHED "an operand could not be copied to the host"
 #define WAS_LOST "the device was lost"
 
 typedef struct family {
@@ -383,19 +384,10 @@ static void check_lost(orchard_ctx *ctx, problem *p, const problem *before, cons
     orchard_ctx_free(next);
 }
 
-/* Lengths in private memory are fetched before any backend is asked: the report knows nothing of
- * that, and the sentence names it. */
+/* Lengths in private memory are fetched before any backend is asked. */
 static bool failed_early(const outcome *o)
 {
-    static const char *const words[] = {"could not materialize shared proxy",
-                                        "failed to create shared proxy buffer",
-                                        "the device is lost: "};
-    bool said = false;
-    for (int i = 0; i < 3; i++) {
-        said = said || strstr(orchard_last_error(), words[i]);
-    }
-    const bool early =
-        said && now->private && o->status && o->after.device_refused == o->before.device_refused;
+    const bool early = now->private && o->status && gives(&o->before, &o->after, NOT_FETCHED);
     now->early += early;
     return early;
 }

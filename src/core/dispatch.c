@@ -366,6 +366,10 @@ orchard_status orch_dispatch(orchard_ctx *ctx, orch_op op, const void *args)
     if (!status) {
         status = run(&j);
         status = j.watch ? look_after(&j, status) : status;
+    } else if (status == ORCHARD_ERROR_MEMORY || status == ORCHARD_ERROR_DEVICE) {
+        /* No mistake of the caller's: private lengths did not come to where the checks read them.
+         * Nobody was asked yet; it stands under whoever would have been first. */
+        orch_report_count(op, j.order[0]->index, not_fetched);
     }
     orch_copies_free(&j.copies);
     return status;

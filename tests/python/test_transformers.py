@@ -48,15 +48,19 @@ def pair(name, std=0.2):
     if (name, std) not in MADE:
         torch.manual_seed(3)
         model_class, config = MODELS[name]
-        eager = model_class(config()).eval()
-        for parameter in eager.parameters():
-            if std is not None and (parameter.dim() > 1 or name == "gpt_oss"):
-                torch.nn.init.normal_(parameter, std=std)
-        eager.set_attn_implementation("eager")
-        ours = copy.deepcopy(eager)
-        ours.set_attn_implementation("orchard")
-        MADE[name, std] = eager, ours
+        MADE[name, std] = both_ways(model_class(config()).eval(), std, name == "gpt_oss")
     return MADE[name, std]
+
+
+def both_ways(eager, std=0.2, vectors=False):
+    """The model with weights of that size, and a copy by orchard; `vectors`: sinks count too."""
+    for parameter in eager.parameters():
+        if std is not None and (parameter.dim() > 1 or vectors):
+            torch.nn.init.normal_(parameter, std=std)
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("orchard")
+    return eager, ours
 
 
 def tokens(*shape):
@@ -311,12 +315,7 @@ def test_keys_chosen_by_an_indexer():
                                  num_experts_per_tok=1, index_topk=3, index_n_heads=2,
                                  index_head_dim=16)
     eager = T.DeepseekV32ForCausalLM(config).eval()
-    for parameter in eager.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    eager.set_attn_implementation("eager")
-    ours = copy.deepcopy(eager)
-    ours.set_attn_implementation("orchard")
+    eager, ours = both_ways(eager)
     ids = tokens(3, 14)
     for keys in (torch.ones_like(ids), padding("left")):
         same(logits(eager, ids, attention_mask=keys), logits(ours, ids, attention_mask=keys), keys)
@@ -374,12 +373,7 @@ def test_t5gemma2_which_joins_two_masks():
                                       image_token_index=60, mm_tokens_per_image=1)
     eager = T.T5Gemma2ForConditionalGeneration(
         T.T5Gemma2Config(encoder=encoder, decoder=decoder, image_token_index=60)).eval()
-    for parameter in eager.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    eager.set_attn_implementation("eager")
-    ours = copy.deepcopy(eager)
-    ours.set_attn_implementation("orchard")
+    eager, ours = both_ways(eager)
     ids = tokens(3, 14).clamp(max=59)
     for keys in (torch.ones_like(ids), padding("right")):
         same(*(logits(model, ids, attention_mask=keys, decoder_input_ids=ids[:, :7])
