@@ -1,7 +1,8 @@
 """The ops of ops.py inside autograd Functions: first and second order.
 
-Three classes, because torch wants it so:
-  AttentionFast      keeps what backward needs in `forward`: fastest, compiles everywhere;
+Four classes, because torch wants it so:
+  AttentionPlain     without options, by the ops made for that: for eager calls, fastest;
+  AttentionFast      keeps what backward needs in `forward`: fast, compiles everywhere;
   Attention          the same with a separate `setup_context`, which torch.func's transforms demand;
   AttentionBackward  makes backward itself differentiable (create_graph=True): its own backward
                      recomputes the explicit formula (second.py).
@@ -12,15 +13,16 @@ from __future__ import annotations
 import torch
 
 from .._library import UnsupportedError
-from . import batching, ops, outputs, second
+from . import batching, operands, ops, outputs, second
 
 TENSORS = 11  # how many of the arguments are tensors: q ... seed
 NO_FORWARD_MODE = ("attention has no forward-mode derivative (torch.func.jvp, forward AD); "
                    "use reverse mode: torch.func.vjp or backward()")
-_ABSENT = (None,) * (TENSORS - 3)
 
 # Function.apply itself uses this; private, so it may be absent.
 _unwrap_if_dead = getattr(torch._C._functorch, "unwrap_if_dead", None)
+# Whether some mode wants to see every op. The answer must be yes where nobody can say.
+modes_active = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 # Private too. The answer must be yes then: what it leads to is right for all, and slow.
 _is_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: True)
 
@@ -49,17 +51,49 @@ def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
     return tuple(x if needs >> i & 1 else None for i, x in enumerate(made))
 
 
+class AttentionPlain(torch.autograd.Function):
+    """out of orchard::_plain_forward, for callers who know that nobody looks on."""
+
+    @classmethod
+    def apply(cls, q, k, v, scale, causal, gqa):
+        """Function.apply without its questions, to which function.py knows the answers: they cost
+        as much as its checks."""
+        if _unwrap_if_dead is None:
+            return super().apply(q, k, v, scale, causal, gqa)
+        # A tensor that outlived its transform of torch.func hides the one that has a history.
+        return _record_plain(_unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v), scale,
+                             causal, gqa)
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, causal, gqa):
+        out, lse = ops.plain_forward(q, k, v, scale, causal, gqa)
+        ctx.save_for_backward(out, lse, q, k, v)
+        ctx.options = scale, causal
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, _, _, _ = ctx.needs_input_grad
+        needs = q | k << 1 | v << 2
+        if (torch.compiler.is_compiling() or torch.is_grad_enabled() or modes_active()
+                or dout is None or not needs):
+            out, lse, *tensors = (*ctx.saved_tensors, *operands.without_options(*ctx.options))
+            return (*_gradients(needs, dout, None, out, lse, tensors[:TENSORS],
+                                tensors[TENSORS:])[:3], None, None, None)
+        dq, dk, dv = ops.plain_backward(needs, dout, *ctx.saved_tensors, *ctx.options)
+        return dq if q else None, dk if k else None, dv if v else None, None, None, None
+
+
 class AttentionFast(torch.autograd.Function):
     """out, or (out, lse), of orchard::attention_forward. What takes no gradient comes in two tuples,
-    absent tensors are not saved, an lse that nobody wants is no output: each saves microseconds."""
+    an lse that nobody wants is no output: each saves microseconds."""
 
     @classmethod
     def apply(cls, q, k, v, bias, sinks, others, options, with_lse):
-        """Function.apply without its questions, to which function.py knows the answers: they cost
-        as much as its checks. torch.compile never runs this: it goes by the method's name."""
+        """As AttentionPlain's. torch.compile never runs this: it goes by the method's name."""
         if _unwrap_if_dead is None:
             return super().apply(q, k, v, bias, sinks, others, options, with_lse)
-        # A tensor that outlived its transform of torch.func hides the one that has a history.
         q, k, v = _unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v)
         bias = bias if bias is None else _unwrap_if_dead(bias)
         sinks = sinks if sinks is None else _unwrap_if_dead(sinks)
@@ -68,14 +102,10 @@ class AttentionFast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, sinks, others, options, with_lse):
         mask, alibi, key_lengths, cu_q, cu_k, seed = others
-        out, lse = ops.forward(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q, cu_k, seed,
-                               *options)
+        tensors = q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q, cu_k, seed
+        out, lse = ops.forward(*tensors, *options)
+        ctx.save_for_backward(out, lse, *tensors)
         ctx.options = options
-        if bias is mask is alibi is sinks is key_lengths is cu_q is cu_k is seed is None:
-            ctx.save_for_backward(out, lse, q, k, v)
-        else:
-            ctx.save_for_backward(out, lse, q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q,
-                                  cu_k, seed)
         ctx.set_materialize_grads(False)
         return (out, lse) if with_lse else out
 
@@ -83,17 +113,13 @@ class AttentionFast(torch.autograd.Function):
     def backward(ctx, dout, dlse=None):  # and no jvp: a class that has one cannot be compiled
         q, k, v, bias, sinks, _, _, _ = ctx.needs_input_grad
         needs = q | k << 1 | v << 2 | bias << 3 | sinks << 4
-        saved = ctx.saved_tensors
-        if len(saved) > 5 or dout is None or not needs or torch.is_grad_enabled():
-            out, lse, *tensors = (*saved, *_ABSENT)[:2 + TENSORS]
-            return (*_gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None, None,
-                    None)
-        dq, dk, dv, _, _ = ops.backward(needs, dout, dlse, *saved, *_ABSENT, *ctx.options)
-        return (dq if q else None, dk if k else None, dv if v else None, None, None, None, None,
-                None)
+        out, lse, *tensors = ctx.saved_tensors
+        return (*_gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None, None, None)
 
 
-_record = super(torch.autograd.Function, AttentionFast).apply  # what Function.apply ends with
+# What Function.apply ends with.
+_record_plain = super(torch.autograd.Function, AttentionPlain).apply
+_record = super(torch.autograd.Function, AttentionFast).apply
 
 
 class Attention(torch.autograd.Function):

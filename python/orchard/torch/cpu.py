@@ -12,12 +12,12 @@ import os
 import pathlib
 import sys
 from ctypes import byref
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 
 from .. import _library, _structs
-from .._library import ERRORS, OrchardError, check, lib
+from .._library import ERRORS, OrchardError, ShapeError, check, lib
 from . import operands, outputs, threads
 from .outputs import GRADIENTS, Tensors2, Tensors5, check_present
 
@@ -54,6 +54,19 @@ def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *re
             operands.describe(getattr(args, name), gradient, op, name)
     check(lib.orchard_attention_backward(threads.context().handle, byref(args)))
     return made
+
+
+def plain_forward(q, k, v, scale, causal, gqa) -> Tensors2:
+    """_plain_forward; parameters as in the schema."""
+    if not gqa and not q.shape[1:2] == k.shape[1:2] == v.shape[1:2]:
+        raise ShapeError("attention_forward: q, k and v differ in their heads")
+    return forward(q, k, v, *operands.without_options(scale, causal))
+
+
+def plain_backward(needs, dout, out, lse, q, k, v, scale, causal) -> Tuple[torch.Tensor, ...]:
+    """_plain_backward; parameters as in the schema."""
+    return backward(needs, dout, None, out, lse, q, k, v,
+                    *operands.without_options(scale, causal))[:3]
 
 
 # ---- Registration --------------------------------------------------------------------------------
@@ -100,8 +113,10 @@ def register(library: torch.library.Library) -> None:
     global _c
     _c = _open()
     if _c is None:
-        library.impl("attention_forward", forward, "CPU")
-        library.impl("attention_backward", backward, "CPU")
+        for name, kernel in (("attention_forward", forward), ("attention_backward", backward),
+                             ("_plain_forward", plain_forward),
+                             ("_plain_backward", plain_backward)):
+            library.impl(name, kernel, "CPU")
 
 
 def kernel() -> str:

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from .._library import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from .._library import ArgumentError, DtypeError, OrchardError, ShapeError, UnsupportedError
 from . import autograd, cpu, mps_attention, ops, outputs
 
 Tensor = torch.Tensor
@@ -21,6 +21,7 @@ SEEDS = 2 ** 63 - 1  # 63 bits: torch's integers are signed
 # torch itself asks these; private, so they may be absent. The answer must be yes then.
 _functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_is_compiling = torch.compiler.is_compiling
 
 
 # ---- Checks that the C library cannot make -------------------------------------------------------
@@ -211,16 +212,16 @@ def _transformed() -> bool:
     """Whether torch.func or forward AD looks on. In compiled code the first would silently lose the
     gradient, so it is refused there; without fullgraph, torch.compile then runs it uncompiled."""
     if _functorch_active():
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             raise UnsupportedError("attention: torch.func's transforms cannot be compiled; apply "
                                    "them outside torch.compile")
         return True
-    return forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
+    return forward_ad._current_level >= 0 and not _is_compiling()
 
 
 def _distinct(*tensors: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
     """In compiled code a Function refuses to be given one tensor twice: views of it will do."""
-    if not torch.compiler.is_compiling():
+    if not _is_compiling():
         return tensors
     return tuple(x if x is None or all(x is not y for y in tensors[:i]) else x.view_as(x)
                  for i, x in enumerate(tensors))
@@ -258,34 +259,21 @@ def _widen(operand: object) -> object:
     return operand
 
 
-def _plain(q: object, k: object, v: object) -> bool:
-    """Whether these are CPU tensors [B,H,T,D] that need nothing done to them. Only the questions
-    whose answer the kernel would not notice: what it refuses is looked at afterwards."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-            and q.is_cpu and k.is_cpu and v.is_cpu):
-        return False
-    a, b, c = q.shape, k.shape, v.shape
-    return (len(a) == len(b) == len(c) == 4 and a[0] == b[0] == c[0] and a[1] == b[1] == c[1]
-            and not _any_autocast())
-
-
-_NONE = (None,) * 6
-
-
-def _plain_call(with_lse: bool, q: Tensor, k: Tensor, v: Tensor,
-                causal: bool) -> Tuple[Tensor, Optional[Tensor]]:
-    """`attention` without options: the same choice, spelt out to save time."""
-    if _transformed():
-        return autograd.Attention.apply(q, k, v, None, None, *_NONE, 0, 0, None, causal, False, -1,
-                                        -1, 0.0, 0.0)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        if q is k or k is v or q is v:
-            q, k, v = _distinct(q, k, v)
-        made = autograd.AttentionFast.apply(q, k, v, None, None, _NONE, (
-            0, 0, None, causal, False, -1, -1, 0.0, 0.0), with_lse)
-        return made if with_lse else (made, None)
-    return ops.forward(q, k, v, None, None, None, None, None, None, None, None, 0, 0, None, causal,
-                       False, -1, -1, 0.0, 0.0)
+def _plain(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], causal: bool,
+           gqa: bool) -> Optional[Tensor]:
+    """A call without options by the ops made for that; None where they do not serve: then `_general`
+    does, or says what is wrong. Only the questions that those ops would not notice themselves."""
+    if (not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and q.dim() == 4)
+            or not (scale is None or type(scale) is float)
+            or _is_compiling() or _any_autocast() or _functorch_active()
+            or autograd.modes_active() or forward_ad._current_level >= 0):
+        return None
+    try:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return autograd.AttentionPlain.apply(q, k, v, scale, causal, gqa)
+        return ops.plain_forward(q, k, v, scale, causal, gqa)[0]
+    except (RuntimeError, OrchardError):
+        return None
 
 
 def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias,
@@ -373,17 +361,17 @@ def scaled_dot_product_attention(
     Dropout takes one number from torch's generator per call. Gradients of gradients are computed by
     an explicit formula that needs memory for [B,H,T,S]. Errors are exceptions of `orchard`.
     """
-    no_extras = (attn_mask is bias is window is softcap is alibi_slopes is sinks is key_lengths is
-                 cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is scale is None)
     try:
-        if (no_extras and dropout_p == 0.0 and causal_alignment == "top_left"
-                and _plain(query, key, value)):
-            out, lse = _plain_call(return_lse, query, key, value, bool(is_causal))
-        else:
-            out, lse = _general(return_lse, query, key, value, attn_mask, dropout_p, is_causal,
-                                scale, enable_gqa, bias, window, softcap, alibi_slopes, sinks,
-                                causal_alignment, key_lengths, cu_seqlens_q, cu_seqlens_k,
-                                max_seqlen_q, max_seqlen_k)
+        if (attn_mask is bias is window is softcap is alibi_slopes is sinks is key_lengths is
+                cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
+                and dropout_p == 0.0 and causal_alignment == "top_left" and not return_lse):
+            out = _plain(query, key, value, scale, bool(is_causal), bool(enable_gqa))
+            if out is not None:
+                return out
+        out, lse = _general(return_lse, query, key, value, attn_mask, dropout_p, is_causal, scale,
+                            enable_gqa, bias, window, softcap, alibi_slopes, sinks,
+                            causal_alignment, key_lengths, cu_seqlens_q, cu_seqlens_k,
+                            max_seqlen_q, max_seqlen_k)
         return (out, lse) if return_lse else out
     except RuntimeError as error:
         for name, tensor in (("query", query), ("key", key), ("value", value)):

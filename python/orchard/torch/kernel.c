@@ -234,6 +234,16 @@ static void take_seed(journey *j, word argument, uint64_t *seed)
     }
 }
 
+static void take_scale(word argument, orchard_attention *to)
+{
+    word *scale = (word *)(uintptr_t)argument;
+    if (scale) {
+        to->has_scale = 1;
+        to->scale = number(*scale);
+        call_torch_delete_stable_ivalue(scale);
+    }
+}
+
 /* The 20 arguments that forward and backward share (ops.ATTENTION). */
 static void take_attention(journey *j, const word *stack, orchard_attention *to)
 {
@@ -250,12 +260,7 @@ static void take_attention(journey *j, const word *stack, orchard_attention *to)
     take_seed(j, stack[10], &to->seed);
     to->max_t = (int64_t)stack[11];
     to->max_s = (int64_t)stack[12];
-    if (stack[13]) {
-        word *scale = (word *)(uintptr_t)stack[13];
-        to->has_scale = 1;
-        to->scale = number(*scale);
-        call_torch_delete_stable_ivalue(scale);
-    }
+    take_scale(stack[13], to);
     to->causal = (stack[14] & 0xff) != 0;
     to->align = (stack[15] & 0xff) != 0 ? ORCHARD_BOTTOM_RIGHT : ORCHARD_TOP_LEFT;
     to->has_window = 1;
@@ -263,6 +268,16 @@ static void take_attention(journey *j, const word *stack, orchard_attention *to)
     to->window_right = (int64_t)stack[17];
     to->softcap = number(stack[18]);
     to->dropout = number(stack[19]);
+}
+
+/* The 5 that those without options share. */
+static void take_plain(journey *j, const word *stack, orchard_attention *to)
+{
+    take(j, "q", stack[0], &to->q);
+    take(j, "k", stack[1], &to->k);
+    take(j, "v", stack[2], &to->v);
+    take_scale(stack[3], to);
+    to->causal = (stack[4] & 0xff) != 0;
 }
 
 /* ---- Outputs: the layouts of outputs.py ------------------------------------------------------ */
@@ -463,23 +478,64 @@ static void finish(journey *j, word *stack)
     call_aoti_torch_check(false, j->op, "orchard", 0, j->sentence);
 }
 
+/* Computes with the arguments taken. */
+static void run_forward(journey *j, orchard_attention_forward_args *args)
+{
+    if (!j->status) {
+        make_outputs(j, args);
+    }
+    orchard_ctx *ctx = j->status ? NULL : this_context(j);
+    if (ctx) {
+        const orchard_status status = call_orchard_attention_forward(ctx, args);
+        if (status) {
+            fail(j, status, call_orchard_last_error());
+        }
+    }
+}
+
+static void run_backward(journey *j, orchard_attention_backward_args *args)
+{
+    orchard_ctx *ctx = j->status ? NULL : this_context(j);
+    if (ctx) {
+        const orchard_status status = call_orchard_attention_backward(ctx, args);
+        if (status) {
+            fail(j, status, call_orchard_last_error());
+        }
+    }
+}
+
 static void forward(word *stack, word input_count, word output_count)
 {
     journey j = {.op = "attention_forward"};
     orchard_attention_forward_args args = {.out = {.data = NULL}};
     (void)input_count, (void)output_count;
     take_attention(&j, stack, &args.attention);
-    if (!j.status) {
-        make_outputs(&j, &args);
-    }
-    orchard_ctx *ctx = j.status ? NULL : this_context(&j);
-    if (ctx) {
-        const orchard_status status = call_orchard_attention_forward(ctx, &args);
-        if (status) {
-            fail(&j, status, call_orchard_last_error());
-        }
-    }
+    run_forward(&j, &args);
     finish(&j, stack);
+}
+
+static void plain_forward(word *stack, word input_count, word output_count)
+{
+    journey j = {.op = "attention_forward"};
+    orchard_attention_forward_args args = {.out = {.data = NULL}};
+    const orchard_attention *a = &args.attention;
+    (void)input_count, (void)output_count;
+    take_plain(&j, stack, &args.attention);
+    if ((stack[5] & 0xff) == 0 && (a->q.size[1] != a->k.size[1] || a->q.size[1] != a->v.size[1])) {
+        fail(&j, ORCHARD_ERROR_SHAPE, "attention_forward: q, k and v differ in their heads");
+    }
+    run_forward(&j, &args);
+    finish(&j, stack);
+}
+
+static void make_gradients(journey *j, word needs, orchard_attention_backward_args *args)
+{
+    const orchard_attention *a = &args->attention;
+    if (!j->status) {
+        make_gradient(j, "dq", needs & 1, a, &a->q, &args->dq);
+        make_gradient(j, "dk", needs & 2, a, &a->k, &args->dk);
+        make_gradient(j, "dv", needs & 4, a, &a->v, &args->dv);
+    }
 }
 
 static void backward(word *stack, word input_count, word output_count)
@@ -494,20 +550,27 @@ static void backward(word *stack, word input_count, word output_count)
     take(&j, "out", stack[3], &args.out);
     take(&j, "lse", stack[4], &args.lse);
     take_attention(&j, stack + 5, a);
+    make_gradients(&j, needs, &args);
     if (!j.status) {
-        make_gradient(&j, "dq", needs & 1, a, &a->q, &args.dq);
-        make_gradient(&j, "dk", needs & 2, a, &a->k, &args.dk);
-        make_gradient(&j, "dv", needs & 4, a, &a->v, &args.dv);
         make_gradient(&j, "dbias", needs & 8, a, &a->bias, &args.dbias);
         make_gradient(&j, "dsinks", needs & 16, a, &a->sinks, &args.dsinks);
     }
-    orchard_ctx *ctx = j.status ? NULL : this_context(&j);
-    if (ctx) {
-        const orchard_status status = call_orchard_attention_backward(ctx, &args);
-        if (status) {
-            fail(&j, status, call_orchard_last_error());
-        }
-    }
+    run_backward(&j, &args);
+    finish(&j, stack);
+}
+
+static void plain_backward(word *stack, word input_count, word output_count)
+{
+    journey j = {.op = "attention_backward"};
+    orchard_attention_backward_args args = {.dq = {.data = NULL}};
+    const word needs = stack[0];
+    (void)input_count, (void)output_count;
+    take(&j, "dout", stack[1], &args.dout);
+    take(&j, "out", stack[2], &args.out);
+    take(&j, "lse", stack[3], &args.lse);
+    take_plain(&j, stack + 4, &args.attention);
+    make_gradients(&j, needs, &args);
+    run_backward(&j, &args);
     finish(&j, stack);
 }
 
@@ -535,6 +598,16 @@ static const char *find(void *torch, void *orchard)
     ORCHARD_CALLS(FIND_ORCHARD)
     return NULL;
 }
+
+static const struct {
+    const char *name;
+    void (*kernel)(word *stack, word input_count, word output_count);
+} kernels[] = {
+    {"attention_forward", forward},
+    {"attention_backward", backward},
+    {"_plain_forward", plain_forward},
+    {"_plain_backward", plain_backward},
+};
 
 /* Looks everything up and registers the kernels for CPU tensors. `torch` and `orchard` are open
  * libraries, `backend` as in orchard_ctx_opts or NULL. NULL: done; else what stood in the way. */
@@ -566,11 +639,10 @@ ORCHARD_API const char *orchard_torch_register(void *torch, void *orchard, const
     if (call_aoti_torch_library_init_impl("orchard", "CPU", "kernel.c", __LINE__, &library)) {
         return "a library of implementations";
     }
-    if (call_aoti_torch_library_impl(library, "attention_forward", forward)) {
-        return "attention_forward's registration";
-    }
-    if (call_aoti_torch_library_impl(library, "attention_backward", backward)) {
-        return "attention_backward's registration";
+    for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++) {
+        if (call_aoti_torch_library_impl(library, kernels[i].name, kernels[i].kernel)) {
+            return kernels[i].name;
+        }
     }
     return NULL;
 }

@@ -32,6 +32,11 @@ def describe(target: _structs.Tensor, tensor: Optional[torch.Tensor], op: str, n
     target.stride[:rank] = tensor.stride()
 
 
+def without_options(scale: Optional[float], causal: bool) -> tuple:
+    """What stands behind q, k, v in the ops' schemas, where there is nothing but these two."""
+    return (None,) * 8 + (0, 0, scale, causal, False, -1, -1, 0.0, 0.0)
+
+
 def attention(target: _structs.Attention, op: str, q: torch.Tensor, k: torch.Tensor,
               v: torch.Tensor, bias: Optional[torch.Tensor], mask: Optional[torch.Tensor],
               alibi: Optional[torch.Tensor], sinks: Optional[torch.Tensor],

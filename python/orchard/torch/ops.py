@@ -34,6 +34,22 @@ library.define(f"attention_backward(int needs, Tensor dout, Tensor? dlse, Tensor
 forward = torch.ops.orchard.attention_forward.default
 backward = torch.ops.orchard.attention_backward.default
 
+# The same without options, CPU tensors only: so many absent arguments cost torch more than a call
+# of a few microseconds should. For eager calls; no compiler, mode or transform ever sees these.
+library.define("_plain_forward(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool gqa) "
+               "-> (Tensor out, Tensor lse)")
+library.define("_plain_backward(int needs, Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, "
+               "Tensor v, float? scale, bool causal) -> (Tensor dq, Tensor dk, Tensor dv)")
+
+
+def _direct(op: torch._ops.OpOverload) -> Callable:
+    """What an op's __call__ ends with; private, so it may be absent."""
+    return getattr(op, "_op", op)
+
+
+plain_forward = _direct(torch.ops.orchard._plain_forward.default)
+plain_backward = _direct(torch.ops.orchard._plain_backward.default)
+
 
 # ---- Kernels -------------------------------------------------------------------------------------
 
