@@ -1,13 +1,11 @@
-"""20,000 random argument lists for orchard.torch.scaled_dot_product_attention and the ops below it
-(on the CPU those of kernel.c): each gives results of the right shape or raises one of the documented
-exceptions; nothing else happens, and no input changes.
+"""20,000 random argument lists (hypothesis) for orchard.torch.scaled_dot_product_attention and the ops
+below it (on the CPU those of kernel.c): each gives results of the right shape or raises one of the
+documented exceptions; nothing else happens, and no input changes.
 
-Runs in a process of its own, so that a crash is counted as what it is, and prints the seed of the
-list it was at. Some results are compared with torch's own math path. Beside the CPU there are meta
+Runs in a process of its own, so that a crash is counted as what it is. Some results are compared with torch's own math path. Beside the CPU there are meta
 tensors and, on Linux, the fake of torch.mps, where kernels are compiled for the plainest call only:
 every other call is refused there and PyTorch's to do.
 """
-import random
 import sys
 
 import random_lists
@@ -49,9 +47,9 @@ def prepare():
     class Draw:
         """One list: its tensors and what is known of them."""
 
-        def __init__(self, seed):
-            self.r = r = random.Random(seed)
-            self.generator = torch.Generator().manual_seed(seed)
+        def __init__(self, r):
+            self.r = r
+            self.generator = torch.Generator().manual_seed(r.number())
             self.dtype = r.choice(real) if r.random() < 0.96 else r.choice(other)
             self.device = r.choice(devices)
             self.grad = r.random() < 0.4
@@ -219,7 +217,7 @@ def prepare():
         given = {**shared(d, B, H, T, S, packed), **more}
         dropout = given.get("dropout_p", 0.0)
         left, right = given.get("window", (-1, -1))
-        seed = torch.tensor(r.getrandbits(63)) if dropout else d.maybe(lambda: d.tensor(), 0.02)
+        seed = torch.tensor(r.number()) if dropout else d.maybe(lambda: d.tensor(), 0.02)
         return {
             "q": q, "k": k, "v": v, "bias": given.get("bias"), "mask": given.get("attn_mask"),
             "alibi": given.get("alibi_slopes"), "sinks": given.get("sinks"),
@@ -310,10 +308,16 @@ def prepare():
         compared = check_function(d, tensors, options, made)
         return ("compared" if compared else "computed") + differentiate(d, tensors, options, made)
 
+    def plain(given):
+        """The arguments that the ops without options take too."""
+        return {name: given[name] for name in ("q", "k", "v", "scale", "causal")}
+
     def forward(d):
-        given = op_list(d)
+        op, given = ops.forward, op_list(d)
+        if d.device == "cpu" and d.r.random() < 0.2:
+            op, given = ops.plain_forward, {**plain(given), "gqa": d.r.random() < 0.8}
         d.replace(given)
-        out, lse = ops.forward(*given.values())
+        out, lse = op(*given.values())
         q, v = given["q"], given["v"]
         assert out.shape == (*q.shape[:-1], v.shape[-1]) and lse.shape == q.shape[:-1]
         assert out.dtype == q.dtype and out.device == q.device == lse.device
@@ -335,21 +339,25 @@ def prepare():
         own = {"needs": d.r.choice([7, 7, 7, 7, 1, 2, 4, 31, 15, 16, 0, 32, -1, 2 ** 40]),
                "dout": dout, "dlse": d.maybe(lambda: d.tensor(*shape[:-1], dtype=wide)),
                "out": out, "lse": lse}
+        op = ops.backward
+        if d.device == "cpu" and own["dlse"] is None and d.r.random() < 0.3:
+            del own["dlse"]
+            op, given = ops.plain_backward, plain(given)
         given = {**own, **given}
         d.replace(given)
-        made = ops.backward(*given.values())
+        made = op(*given.values())
         if not isinstance(given["needs"], int):  # torch takes a dtype, or a tensor of one, for a number
             return "computed"
         for bit, name, one in zip((1, 2, 4, 8, 16), ("q", "k", "v", "bias", "sinks"), made):
-            like = given[name]
+            like = given.get(name)
             if given["needs"] & bit and like is not None:
                 assert one.shape == like.shape and one.dtype == like.dtype
             else:
                 assert one.shape == (0,)
         return "computed"
 
-    def one(seed):
-        d = Draw(seed)
+    def one(r):
+        d = Draw(r)
         call = d.r.choice([function] * 5 + [forward] * 2 + [backward] * 3)
         try:
             answer = call(d)
@@ -376,7 +384,8 @@ def is_torchs(sentence):
     """Whether these are words of torch's dispatcher about arguments and where they are."""
     return any(words in sentence for words in (
         "Expected a value of type", "Could not run", "expected at most", "cannot be converted",
-        "Inference tensors", "Overflow", "does not have", "must be"))
+        "Inference tensors", "Overflow", "does not have", "must be", "no kernel for MPS",
+        "no fake impl or Meta kernel"))
 
 
 def few_kernels(fake_mps):
@@ -398,7 +407,7 @@ def few_kernels(fake_mps):
 def test_random_argument_lists():
     counts = random_lists.counts_of(__file__)
     # A generator that is refused all the time, or never, would prove nothing.
-    for what, least in (("function on cpu: computed", 2000), ("function on cpu: compared", 400),
+    for what, least in (("function on cpu: computed", 2000), ("function on cpu: compared", 300),
                         ("function on cpu: computed and backward", 1000),
                         ("function on cpu: compared and backward", 150),
                         ("function on cpu: computed twice", 100), ("forward on cpu: computed", 1500),
@@ -412,7 +421,7 @@ def test_random_argument_lists():
         assert counts[f"{call} on cpu: refused by torch"] >= 100, counts
     if sys.platform.startswith("linux"):
         for what in ("computed", "computed and backward", "compared", "compared and backward"):
-            assert counts[f"function on mps: {what}"] >= 30, counts
+            assert counts[f"function on mps: {what}"] >= 15, counts
 
 
 def test_a_crash_would_be_seen():
