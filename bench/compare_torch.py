@@ -255,20 +255,23 @@ def overhead(seconds):
     torch.set_num_threads(1)
     small = Case("", H=2, N=4)
     context = Context(1, parallel_for=torch_parallel_for())
-    q, k, v = tensors = [x.detach() for x in (small.q, small.k, small.v)]
-    options = (*[None] * 8, 0, 0, None, False, False, -1, -1, 0.0, 0.0)
-    out, lse = ops.forward(*tensors, *options)
-    backward = (7, small.dout, None, out, lse, *tensors, *options)
+    inputs = small.q, small.k, small.v
+    tensors = [x.detach() for x in inputs]
+    forward = (*tensors, None, False, False)
+    out, lse = ops.plain_forward(*forward)
+    backward = (7, small.dout, out, lse, *tensors, None, False)
+    views = [x.view_as(x) for x in inputs]
+    cotangents = [small.dout] * 3
 
     def no_grad(function):
         with torch.no_grad():
             return function(*tensors)
 
     def recording(function):
-        return function(small.q, small.k, small.v)
+        return function(*inputs)
 
     def both(function):
-        return torch.autograd.grad(recording(function), (small.q, small.k, small.v), small.dout)
+        return torch.autograd.grad(recording(function), inputs, small.dout)
 
     print(f"\nA call on [1,2,4,64] fp32, 1 thread, kernels in {cpu.kernel()}: microseconds, the "
           "best of bursts of 100\n")
@@ -291,14 +294,16 @@ def overhead(seconds):
              ("backward", "torch's dispatcher, kernel.c and fresh gradients"),
              ("both", "autograd in Python around nothing"), ("both", "all"),
              ("forward", "for comparison: torch's product q * k, recorded"),
-             ("both", "for comparison: the same, and its gradients"))
-    calls = [lambda: small.c_forward(context.handle), lambda: ops.forward(*tensors, *options),
+             ("both", "for comparison: the same, and its gradients"),
+             ("backward", "for comparison: torch.autograd.grad through views, nothing computed"))
+    calls = [lambda: small.c_forward(context.handle), lambda: ops.plain_forward(*forward),
              lambda: no_grad(scaled_dot_product_attention),
              lambda: recording(scaled_dot_product_attention),
-             lambda: small.c_backward(context.handle), lambda: ops.backward(*backward),
+             lambda: small.c_backward(context.handle), lambda: ops.plain_backward(*backward),
              lambda: both(Nothing.apply), lambda: both(scaled_dot_product_attention),
              lambda: small.q * small.k,
-             lambda: torch.autograd.grad(small.q * small.k, (small.q, small.k), small.dout)]
+             lambda: torch.autograd.grad(small.q * small.k, (small.q, small.k), small.dout),
+             lambda: torch.autograd.grad(views, inputs, cotangents, retain_graph=True)]
     for (direction, name), warm, cold in zip(names, microseconds(calls, 4 * seconds),
                                              cold_microseconds(calls, 4 * seconds)):
         print_row(direction, name, f"{warm:.1f}", f"{cold:.1f}")

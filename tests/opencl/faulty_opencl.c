@@ -343,10 +343,11 @@ API cl_int clEnqueueUnmapMemObject(cl_command_queue q, cl_mem mem, void *pointer
     int i = shadow_of(mem);
     if (i < SHADOWS) {
         return changed("map", -1,
-                       CALL(EnqueueWriteBuffer, q, mem, CL_TRUE, 0, shadows[i].bytes,
-                            shadows[i].host, n, waits, event));
+                       queued(event, CALL(EnqueueWriteBuffer, q, mem, CL_TRUE, 0, shadows[i].bytes,
+                                          shadows[i].host, n, waits, event)));
     }
-    return changed("map", -1, CALL(EnqueueUnmapMemObject, q, mem, pointer, n, waits, event));
+    return changed("map", -1,
+                   queued(event, CALL(EnqueueUnmapMemObject, q, mem, pointer, n, waits, event)));
 }
 
 /* ---- Programs and kernels -------------------------------------------------------------------- */
