@@ -19,6 +19,9 @@ TENSORS = 11  # how many of the arguments are tensors: q ... seed
 NO_FORWARD_MODE = ("attention has no forward-mode derivative (torch.func.jvp, forward AD); "
                    "use reverse mode: torch.func.vjp or backward()")
 
+# By names of their own: after a large computation every lookup in a module is a cache miss.
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+
 # Function.apply itself uses this; private, so it may be absent.
 _unwrap_if_dead = getattr(torch._C._functorch, "unwrap_if_dead", None)
 # Whether some mode wants to see every op. The answer must be yes where nobody can say.
@@ -30,7 +33,7 @@ _is_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lam
 def _grads_batched(*tensors) -> bool:
     """Whether autograd.grad(is_grads_batched=True) runs this backward: a Function inside it would
     record nothing."""
-    return not torch.compiler.is_compiling() and any(
+    return not _is_compiling() and any(
         x is not None and _is_legacy_batched(x) for x in tensors)
 
 
@@ -54,16 +57,6 @@ def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
 class AttentionPlain(torch.autograd.Function):
     """out of orchard::_plain_forward, for callers who know that nobody looks on."""
 
-    @classmethod
-    def apply(cls, q, k, v, scale, causal, gqa):
-        """Function.apply without its questions, to which function.py knows the answers: they cost
-        as much as its checks."""
-        if _unwrap_if_dead is None:
-            return super().apply(q, k, v, scale, causal, gqa)
-        # A tensor that outlived its transform of torch.func hides the one that has a history.
-        return _record_plain(_unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v), scale,
-                             causal, gqa)
-
     @staticmethod
     def forward(ctx, q, k, v, scale, causal, gqa):
         out, lse = ops.plain_forward(q, k, v, scale, causal, gqa)
@@ -76,8 +69,7 @@ class AttentionPlain(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, _, _, _ = ctx.needs_input_grad
         needs = q | k << 1 | v << 2
-        if (torch.compiler.is_compiling() or torch.is_grad_enabled() or modes_active()
-                or dout is None or not needs):
+        if _is_compiling() or _is_grad_enabled() or modes_active() or dout is None or not needs:
             out, lse, *tensors = (*ctx.saved_tensors, *operands.without_options(*ctx.options))
             return (*_gradients(needs, dout, None, out, lse, tensors[:TENSORS],
                                 tensors[TENSORS:])[:3], None, None, None)
@@ -91,9 +83,11 @@ class AttentionFast(torch.autograd.Function):
 
     @classmethod
     def apply(cls, q, k, v, bias, sinks, others, options, with_lse):
-        """As AttentionPlain's. torch.compile never runs this: it goes by the method's name."""
+        """Function.apply without its questions, to which function.py knows the answers: they cost
+        as much as its checks. torch.compile never runs this: it goes by the method's name."""
         if _unwrap_if_dead is None:
             return super().apply(q, k, v, bias, sinks, others, options, with_lse)
+        # A tensor that outlived its transform of torch.func hides the one that has a history.
         q, k, v = _unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v)
         bias = bias if bias is None else _unwrap_if_dead(bias)
         sinks = sinks if sinks is None else _unwrap_if_dead(sinks)
@@ -120,6 +114,14 @@ class AttentionFast(torch.autograd.Function):
 # What Function.apply ends with.
 _record_plain = super(torch.autograd.Function, AttentionPlain).apply
 _record = super(torch.autograd.Function, AttentionFast).apply
+
+
+def record_plain(q, k, v, scale, causal, gqa) -> torch.Tensor:
+    """AttentionPlain.apply, as AttentionFast's; a plain function, which costs less to find."""
+    if _unwrap_if_dead is None:
+        return AttentionPlain.apply(q, k, v, scale, causal, gqa)
+    return _record_plain(_unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v), scale, causal,
+                         gqa)
 
 
 class Attention(torch.autograd.Function):

@@ -21,7 +21,8 @@ SEEDS = 2 ** 63 - 1  # 63 bits: torch's integers are signed
 # torch itself asks these; private, so they may be absent. The answer must be yes then.
 _functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_is_compiling = torch.compiler.is_compiling
+# By names of their own: a lookup in a module costs more than the question.
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
 # ---- Checks that the C library cannot make -------------------------------------------------------
@@ -269,8 +270,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], causal: bool
             or autograd.modes_active() or forward_ad._current_level >= 0):
         return None
     try:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return autograd.AttentionPlain.apply(q, k, v, scale, causal, gqa)
+        if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return autograd.record_plain(q, k, v, scale, causal, gqa)
         return ops.plain_forward(q, k, v, scale, causal, gqa)[0]
     except (RuntimeError, OrchardError):
         return None
