@@ -514,6 +514,31 @@ static void test_wrapped_twice(void)
     check_nothing_left();
 }
 
+/* A caller's own buffer may have been made for reading or for writing only. */
+static void test_access(void)
+{
+    static fixture f;
+    start();
+    orchard_ctx *ctx = make_context(backend);
+    fixture_start(&f, PADDED);
+    f.attention.v = moved(ctx, f.attention.v, 144 * 4);
+    f.forward.out = moved(ctx, f.forward.out, 144 * 4);
+    orch_memory *v = &f.attention.v.buffer->memory, *out = &f.forward.out.buffer->memory;
+    v->read_only = out->write_only = true;
+    WORKS(fixture_forward(ctx, &f));
+    v->read_only = false, v->write_only = true;
+    FAILS(fixture_forward(ctx, &f), ORCHARD_ERROR_ARGUMENT);
+    SAYS("attention_forward: input v lies in a buffer made with CL_MEM_WRITE_ONLY");
+    v->write_only = out->write_only = false, out->read_only = true;
+    FAILS(fixture_forward(ctx, &f), ORCHARD_ERROR_ARGUMENT);
+    SAYS("attention_forward: output out lies in a buffer made with CL_MEM_READ_ONLY");
+    orchard_buffer_free(f.attention.v.buffer);
+    orchard_buffer_free(f.forward.out.buffer);
+    orchard_ctx_free(ctx);
+    CHECK_INT(account.blocks, 0);
+    check_nothing_left();
+}
+
 /* OpenCL is offered an operand in Metal's private memory: the plan says no, so that explain knows,
  * and the CPU gets a copy. */
 static void test_another_device(void)
@@ -601,6 +626,7 @@ static void run_groups(const char *name)
         run_group("fetched again", test_fetched_again);
         run_group("columns of one block", test_columns_of_one_block);
         run_group("wrapped twice", test_wrapped_twice);
+        run_group("access", test_access);
     }
 }
 

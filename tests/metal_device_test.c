@@ -91,6 +91,15 @@ static void test_own_memory(orch_device *device, const struct orch_metal *api, i
     REFUSED(device->class->wrap_handle(device, buffer, &wrapped), ORCHARD_ERROR_UNSUPPORTED);
     SAYS("a private buffer of 5 bytes, must be a multiple of 4");
     orch_mtl_object_release(api, buffer);
+    setenv("METAL_STANDIN_DEVICES", "2", 1);
+    id all = api->MTLCopyAllDevices();
+    id other = orch_mtl_array_at(api, all, 1);
+    buffer = orch_mtl_device_new_buffer(api, other, 64, ORCH_MTL_STORAGE_SHARED);
+    REFUSED(device->class->wrap_handle(device, buffer, &wrapped), ORCHARD_ERROR_ARGUMENT);
+    SAYS("the buffer belongs to another MTLDevice");
+    orch_mtl_object_release(api, buffer);
+    orch_mtl_object_release(api, all);
+    unsetenv("METAL_STANDIN_DEVICES");
 }
 
 static void test_own_objects(void)

@@ -87,6 +87,14 @@ static void test_own_memory(orch_device *device, const orch_opencl_api *cl, cl_c
     REFUSED(device->class->wrap_handle(device, mem, &wrapped), ORCHARD_ERROR_ARGUMENT);
     setenv("FAULTY_OPENCL_MODE", "", 1);
     cl->ReleaseMemObject(mem);
+    const cl_bitfield flags[] = {CL_MEM_READ_WRITE, CL_MEM_READ_ONLY, CL_MEM_WRITE_ONLY};
+    for (int i = 0; i < 3; i++) {
+        mem = cl->CreateBuffer(context, flags[i], 64, NULL, &error);
+        WORKS(device->class->wrap_handle(device, mem, &wrapped));
+        CHECK(wrapped.read_only == (i == 1) && wrapped.write_only == (i == 2));
+        cl->ReleaseMemObject(mem);
+        device->class->release(device, &wrapped);
+    }
 }
 
 static void test_own_objects(void)

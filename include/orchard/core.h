@@ -222,7 +222,8 @@ ORCHARD_API orchard_status orchard_ctx_device(orchard_ctx *ctx, const char *back
 ORCHARD_API orchard_status orchard_buffer_create(orchard_ctx *ctx, orchard_buffer **buffer,
                                                  size_t bytes, orchard_storage storage);
 
-/* Your own id<MTLBuffer> or cl_mem of the context's device, in whatever storage; retained. */
+/* Your own id<MTLBuffer> or cl_mem of the context's device, in whatever storage; retained. One made
+ * with CL_MEM_READ_ONLY holds inputs only, one with CL_MEM_WRITE_ONLY outputs. */
 ORCHARD_API orchard_status orchard_buffer_wrap(orchard_ctx *ctx, orchard_buffer **buffer,
                                                void *handle);
 

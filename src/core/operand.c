@@ -140,6 +140,18 @@ static orchard_status check_inside(const char *op, const orch_operand *operand)
     return ORCHARD_OK;
 }
 
+/* What a kernel does to memory that was not made for it is anybody's guess. */
+static orchard_status check_access(const char *op, const orch_operand *operand)
+{
+    const orch_memory *memory = &operand->buffer->memory;
+    if (operand->role == ORCH_OUTPUT ? memory->read_only : memory->write_only) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s %s lies in a buffer made with %s", op,
+                         operand->role == ORCH_OUTPUT ? "output" : "input", operand->name,
+                         memory->read_only ? "CL_MEM_READ_ONLY" : "CL_MEM_WRITE_ONLY");
+    }
+    return ORCHARD_OK;
+}
+
 static orchard_status locate(const char *op, orch_operand *operands, int32_t i, orch_copies *copies)
 {
     orch_operand *operand = &operands[i];
@@ -222,6 +234,7 @@ orchard_status orch_operands_check(const char *op, const orch_operand *operands,
         }
         if (a->buffer) {
             ORCH_TRY(check_inside(op, a));
+            ORCH_TRY(check_access(op, a));
         }
         if (a->role != ORCH_OUTPUT) {
             continue;

@@ -42,6 +42,7 @@ typedef struct orch_memory {
     void *contents; /* where the CPU sees it once the queue is idle; NULL for private memory */
     size_t bytes;
     orchard_storage storage;
+    bool read_only, write_only; /* of kernels: the caller's own buffer, made so */
 } orch_memory;
 
 typedef struct orch_device orch_device;

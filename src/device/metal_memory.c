@@ -60,6 +60,10 @@ orchard_status orch_metal_wrap_handle(orch_device *base, void *handle, orch_memo
     ORCH_TRY(orch_metal_usable(device));
     const NSUInteger mode = orch_mtl_buffer_storage(&device->api, handle);
     const size_t bytes = orch_mtl_buffer_length(&device->api, handle);
+    if (orch_mtl_buffer_device(&device->api, handle) != device->device) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                         "metal: the buffer belongs to another MTLDevice than the queue");
+    }
     if (mode != ORCH_MTL_MODE_SHARED && mode != ORCH_MTL_MODE_PRIVATE) {
         return orch_fail(ORCHARD_ERROR_UNSUPPORTED,
                          "metal: the buffer has storage mode %lu, must be shared or private", mode);

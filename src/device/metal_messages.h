@@ -240,6 +240,7 @@ enum { /* limits that hold on every Apple GPU */
     M(MTLBuffer, void *, buffer_contents, "contents", (), ()) \
     M(MTLBuffer, NSUInteger, buffer_length, "length", (), ()) \
     M(MTLBuffer, NSUInteger, buffer_storage, "storageMode", (), ()) \
+    M(MTLBuffer, id, buffer_device, "device", (), ()) \
     V(MTLBuffer, buffer_set_label, "setLabel:", (, id label), (, label))
 /* clang-format on */
 

@@ -67,11 +67,13 @@ typedef intptr_t cl_context_properties;
 #define CL_QUEUE_PROPERTIES 0x1093
 
 #define CL_MEM_READ_WRITE (1 << 0)
+#define CL_MEM_WRITE_ONLY (1 << 1)
 #define CL_MEM_READ_ONLY (1 << 2)
 #define CL_MEM_USE_HOST_PTR (1 << 3)
 #define CL_MEM_COPY_HOST_PTR (1 << 5)
 #define CL_MEM_OBJECT_BUFFER 0x10F0
 #define CL_MEM_TYPE 0x1100
+#define CL_MEM_FLAGS 0x1101
 #define CL_MEM_SIZE 0x1102
 #define CL_MEM_CONTEXT 0x1106
 #define CL_MAP_READ (1 << 0)

@@ -184,6 +184,7 @@ orchard_status orch_opencl_wrap_handle(orch_device *base, void *handle, orch_mem
     cl_mem mem = handle;
     cl_context context = NULL;
     cl_uint type = 0;
+    cl_bitfield flags = 0;
     size_t bytes = 0;
     cl_int error = device->cl.GetMemObjectInfo(mem, CL_MEM_CONTEXT, sizeof context, &context, NULL);
     if (error == CL_SUCCESS) {
@@ -191,6 +192,9 @@ orchard_status orch_opencl_wrap_handle(orch_device *base, void *handle, orch_mem
     }
     if (error == CL_SUCCESS) {
         error = device->cl.GetMemObjectInfo(mem, CL_MEM_SIZE, sizeof bytes, &bytes, NULL);
+    }
+    if (error == CL_SUCCESS) {
+        error = device->cl.GetMemObjectInfo(mem, CL_MEM_FLAGS, sizeof flags, &flags, NULL);
     }
     if (error != CL_SUCCESS) {
         return orch_opencl_failed("clGetMemObjectInfo", error);
@@ -208,6 +212,8 @@ orchard_status orch_opencl_wrap_handle(orch_device *base, void *handle, orch_mem
     }
     memory->handle = handle;
     memory->bytes = bytes;
+    memory->read_only = (flags & CL_MEM_READ_ONLY) != 0;
+    memory->write_only = (flags & CL_MEM_WRITE_ONLY) != 0;
     return ORCHARD_OK;
 }
 

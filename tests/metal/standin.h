@@ -75,6 +75,7 @@ struct buffer {
     char *mapping;
     size_t mapped;
     bool private_storage, no_copy;
+    id device;
     struct shadow *shadow; /* standin_races.c */
     char label[48];
 };

@@ -44,7 +44,7 @@ static void check_options(NSUInteger options, const char *where)
 }
 
 /* NULL when there is no room: the device answers nil. */
-static struct buffer *new_buffer(NSUInteger length, NSUInteger options, void *bytes,
+static struct buffer *new_buffer(id device, NSUInteger length, NSUInteger options, void *bytes,
                                  const char *where)
 {
     if (length == 0) {
@@ -58,6 +58,7 @@ static struct buffer *new_buffer(NSUInteger length, NSUInteger options, void *by
         length <= (NSUInteger)standin_setting("MAX_BUFFER", 1L << 33) &&
         standin_counted(COUNT_bytes_live) + (long)length <= limit) {
         b = standin_new(CLASS_MTLBuffer);
+        b->device = device;
         b->length = length;
         b->private_storage = (options & 0xf0) == ORCH_MTL_STORAGE_PRIVATE;
         b->no_copy = bytes != NULL;
@@ -78,7 +79,7 @@ id standin_device_new_buffer(id self, SEL command, NSUInteger length, NSUInteger
 {
     const char *where = standin_selector(command);
     standin_expect(self, CLASS_MTLDevice, where);
-    return (id)(void *)new_buffer(length, options, NULL, where);
+    return (id)(void *)new_buffer(self, length, options, NULL, where);
 }
 
 id standin_device_new_buffer_no_copy(id self, SEL command, void *bytes, NSUInteger length,
@@ -96,7 +97,7 @@ id standin_device_new_buffer_no_copy(id self, SEL command, void *bytes, NSUInteg
     if (deallocator) {
         standin_stop("%s: deallocator blocks are not provided by the stand-in", where);
     }
-    return (id)(void *)new_buffer(length, options, bytes, where);
+    return (id)(void *)new_buffer(self, length, options, bytes, where);
 }
 
 /* A kernel wrote into the bytes between the buffer and its guard pages. */
@@ -147,6 +148,12 @@ NSUInteger standin_buffer_storage(id self, SEL command)
         return ORCH_MTL_MODE_MANAGED;
     }
     return b->private_storage ? ORCH_MTL_MODE_PRIVATE : ORCH_MTL_MODE_SHARED;
+}
+
+id standin_buffer_device(id self, SEL command)
+{
+    const struct buffer *b = standin_expect(self, CLASS_MTLBuffer, standin_selector(command));
+    return b->device;
 }
 
 void standin_buffer_set_label(id self, SEL command, id label)
