@@ -187,6 +187,23 @@ def _grouped(enable_gqa: bool) -> Dict[str, bool]:
     return {"enable_gqa": enable_gqa} if enable_gqa else {}
 
 
+_passing = threading.local()  # .on while the original is asked
+
+
+def _pass_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    """The original's answer. It may be somebody's wrapper around this very function, made while the
+    switch was on: the call comes back then, and torch's built-in answers."""
+    if _original is BUILTIN or getattr(_passing, "on", False):
+        return BUILTIN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                       **_grouped(enable_gqa))
+    _passing.on = True
+    try:
+        return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                         **_grouped(enable_gqa))
+    finally:
+        _passing.on = False
+
+
 def _with_causal_bias(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa):
     """A CausalBias mask: lower right by our alignment, all else as CausalBias itself does it."""
     if (bias.variant == CausalVariant.LOWER_RIGHT and bias.seq_len_q != bias.seq_len_kv
@@ -208,18 +225,16 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     meanwhile still works after `disable()`: it is then the original with one more call.
     """
     if not _on:
-        return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                         **_grouped(enable_gqa))
+        return _pass_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if CausalBias is not None and isinstance(attn_mask, CausalBias):
         return _with_causal_bias(query, key, value, attn_mask, dropout_p, is_causal, scale,
                                  enable_gqa)
     refusal = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if refusal is None:
         return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not getattr(_passing, "on", False):
         _count(refusal)
-    return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                     **_grouped(enable_gqa))
+    return _pass_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 # ---- On and off ----------------------------------------------------------------------------------

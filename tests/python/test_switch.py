@@ -100,6 +100,40 @@ def test_somebody_elses_wrapper_survives():
         F.scaled_dot_product_attention = THE.torch
 
 
+def test_somebodys_wrapper_around_the_switch_does_not_turn_in_circles():
+    """Made while it was on, and still there when it is on again: it calls what calls it."""
+    q, flat = torch.randn(1, 2, 4, 8), torch.randn(4, 8)
+    theirs = [THE.torch(x, x, x) for x in (q, flat)]
+    calls = []
+    try:
+        switch.enable()
+        inner = F.scaled_dot_product_attention
+
+        def wrapper(*args, **kwargs):
+            calls.append(args[0].dim())
+            return inner(*args, **kwargs)
+
+        F.scaled_dot_product_attention = wrapper
+        switch.disable()
+        switch.counts(reset=True)
+        with switch.enable():
+            torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), theirs[0])
+            assert torch.equal(F.scaled_dot_product_attention(flat, flat, flat), theirs[1])
+            assert sum(switch.counts().values()) == 2  # each once
+        assert F.scaled_dot_product_attention is wrapper
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q), theirs[0])
+        assert torch.equal(inner(q, q, q), theirs[0])  # a name bound meanwhile
+        with pytest.raises(RuntimeError):  # torch's own word, and nothing is stuck afterwards
+            F.scaled_dot_product_attention(q, q[..., :3], q)
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q), theirs[0])
+        assert calls
+    finally:
+        switch.disable()
+        F.scaled_dot_product_attention = THE.torch
+        with switch.enable():  # finds the original anew
+            pass
+
+
 def test_patch_made_before_is_what_calls_pass_to():
     def patch(*args, **kwargs):
         return "patched"
