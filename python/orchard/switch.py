@@ -28,14 +28,12 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from . import torch as _orchard_torch
-from ._library import UnsupportedError
+from ._library import LayoutError, UnsupportedError
 from .torch import mps_attention as _mps_attention
+from .torch import onlookers as _onlookers
 
 try:
     from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -47,7 +45,7 @@ BUILTIN: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
 SERVED = "served by Orchard"
 
 # The last two are what torch.compile calls multi_head_attention_forward with.
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, *_onlookers.TRACED)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DEVICES = ("cpu", "mps")
 _LARGEST_HEAD = 512
@@ -72,12 +70,16 @@ def _transforms_refused() -> bool:
 
 def _why_not_now() -> Optional[str]:
     """What forbids any call at this moment, whatever its tensors."""
-    if torch.compiler.is_compiling():
-        return "torch.export, whose programs must run anywhere" if _exporting() else None
-    if _functorch_active() and _transforms_refused():
+    compiling = _onlookers.compiling()
+    # The flag is there for all threads: those that export have a mode at work.
+    if _exporting() and (compiling or _onlookers.dispatch_modes()):
+        return "torch.export, whose programs must run anywhere"
+    if not compiling and _functorch_active() and _transforms_refused():
         return "torch.func transforms other than grad and vmap"
-    if forward_ad._current_level >= 0:
+    if _onlookers.forward_mode():
         return "forward-mode differentiation"
+    if compiling:
+        return None
     if torch.jit.is_tracing():
         return "torch.jit tracing"
     for at in range(_modes()):
@@ -163,18 +165,24 @@ _counts: Dict[str, int] = {}
 _counts_lock = threading.Lock()
 
 
-def _count(what: str) -> None:
+def _count(what: str, by: int = 1) -> None:
     with _counts_lock:
-        _counts[what] = _counts.get(what, 0) + 1
+        _counts[what] = _counts.get(what, 0) + by
+        if not _counts[what]:
+            del _counts[what]
 
 
 def _serve(query, *arguments, **options):
     """Orchard's answer, counted: on mps it may have had to come from PyTorch, for a reason."""
-    if torch.compiler.is_compiling():  # a compiled graph runs without us: not calls but traces
+    if _onlookers.compiling():  # a compiled graph runs without us: not calls but traces
         return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
     if not query.is_mps:
-        _count(SERVED)
-        return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
+        _count(SERVED)  # before: a checkpoint's recomputation ends inside the call
+        try:
+            return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
+        except LayoutError:
+            _count(SERVED, -1)
+            raise
     _mps_attention.last.refusal = None
     try:
         return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
@@ -231,8 +239,11 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
                                  enable_gqa)
     refusal = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if refusal is None:
-        return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not torch.compiler.is_compiling() and not getattr(_passing, "on", False):
+        try:
+            return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        except LayoutError:  # which looking at every address beforehand would cost every call
+            refusal = "a tensor that is not aligned to its elements"
+    if not _onlookers.compiling() and not getattr(_passing, "on", False):
         _count(refusal)
     return _pass_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 

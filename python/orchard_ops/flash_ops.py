@@ -11,7 +11,7 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from orchard.torch import autograd, ops
+from orchard.torch import autograd, cpu, ops
 
 from . import state as states
 from .state import Call
@@ -46,7 +46,7 @@ def flash_attn_bwd(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     kept = states.unpack(mask, call)
     given = arguments(call, kept.seed)
     with torch.no_grad():
-        out, lse = ops.forward(*given)
+        out, lse = attend(*given)
         states.check_same_scores(kept.lse, lse)
         made = differentiate(DQ | DK | DV, folded(grad_out), None, out, kept.lse, *given)
     return made[0].view(q.shape), made[1].view(k.shape), made[2].view(v.shape)
@@ -62,7 +62,7 @@ class Flash(torch.autograd.Function):
                 causal: bool) -> Tuple[Tensor, Tensor]:
         call = checked(q, k, v, scale, dropout_p, causal)
         seed = new_seed(call)
-        out, lse = ops.forward(*arguments(call, seed))
+        out, lse = attend(*arguments(call, seed))
         mask = states.pack(call, lse, seed)
         ctx.save_for_backward(q, k, v, out, lse, seed)
         ctx.options = (scale, dropout_p, causal)
@@ -93,10 +93,21 @@ def needed(ctx) -> int:
     return sum(bit for wanted, bit in zip(ctx.needs_input_grad, (DQ, DK, DV)) if wanted)
 
 
+def attend(*given) -> Tuple[Tensor, Tensor]:
+    """orchard::attention_forward, with Orchard's exceptions."""
+    try:
+        return ops.forward(*given)
+    except RuntimeError as error:
+        raise cpu.translate(error) from None
+
+
 def differentiate(needs: int, *given) -> tuple:
     """orchard::attention_backward; itself differentiable where gradients are being recorded."""
     run = autograd.AttentionBackward.apply if torch.is_grad_enabled() else ops.backward
-    return run(needs, *given)
+    try:
+        return run(needs, *given)
+    except RuntimeError as error:
+        raise cpu.translate(error) from None
 
 
 # ---- Between the two signatures ------------------------------------------------------------------

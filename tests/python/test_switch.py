@@ -263,6 +263,21 @@ def test_autocast():
     close(expected, found, 0.02)
 
 
+def test_float64_under_autocast_is_left_to_torch():
+    """Which leaves fp64 as it is, and refuses it beside what was made bf16."""
+    def call(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v)
+    wide, narrow = qkv(2, 3, 7, 8, dtype=torch.float64), qkv(2, 3, 7, 8)
+    expected, found, counts = both(call, wide)
+    assert counts == {"float64 under autocast": 1} and found[0].dtype == torch.float64
+    close(expected, found, 0)
+    for i in range(3):
+        with switch.enable(), pytest.raises(RuntimeError, match="to have the same dtype, but got"):
+            call(*[wide[j] if j == i else narrow[j] for j in range(3)])
+    assert switch.counts() == {"float64 under autocast": 4}
+
+
 def test_dropout_rate_and_seed():
     q, k, v = qkv(1, 4, 64, 8, keys=256, grad=False)
     v = torch.ones_like(v)
@@ -338,6 +353,19 @@ def test_passed_through_as_torch_does_it(case):
             assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(expected))
     else:
         assert found == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_mask_on_another_device_passes(dtype):
+    """Asked of a stand-in: of a mask on meta torch itself makes an output that nobody filled."""
+    F.scaled_dot_product_attention = lambda *args, **kwargs: "passed on"
+    try:
+        with switch.enable():
+            mask = torch.zeros(7, 7, dtype=dtype, device="meta")
+            assert F.scaled_dot_product_attention(*qkv(2, 3, 7, 8), mask) == "passed on"
+    finally:
+        F.scaled_dot_product_attention = THE.torch
+    assert switch.counts() == {"an attn_mask that is nested, not strided or on another device": 1}
 
 
 @pytest.mark.parametrize("name, value", [("is_causal", 1), ("enable_gqa", torch.tensor(True))])
@@ -448,3 +476,19 @@ def test_overrides_not_here_yet_are_refused(name):
     if name != "all":
         with pytest.raises(OrchardError, match="nothing to disable"):
             switch.disable_pytorch_overrides(**{name: True})
+
+
+def test_unaligned_tensors_are_torchs():
+    """It reads them; Orchard does not."""
+    q, k, v = (x.detach() for x in qkv(1, 2, 5, 4))
+    odd = bytearray(1 + k.numel() * k.element_size())
+    odd[1:] = k.numpy().tobytes()
+    unaligned = torch.frombuffer(odd, dtype=k.dtype, offset=1).view(k.shape)
+    mask = torch.frombuffer(bytearray(b"." + torch.randn(5, 5).numpy().tobytes()),
+                            dtype=torch.float32, offset=1).view(5, 5)
+    for arguments in ((q, unaligned, v), (q, k, v, mask)):
+        arguments = [x.to(torch.float32) if x is not unaligned else x for x in arguments]
+        with switch.enable():
+            found = F.scaled_dot_product_attention(*arguments)
+        assert torch.equal(found, THE.torch(*arguments))
+    assert switch.counts() == {"a tensor that is not aligned to its elements": 2}

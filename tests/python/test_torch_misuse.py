@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
 import orchard
+import orchard_ops
 from orchard import _library
 from orchard.torch import ops
 from orchard.torch import scaled_dot_product_attention as attention
+from orchard_bridge.flash_attn_function import FlashAttnFunction
 
 Q = torch.randn(2, 4, 5, 8)
 
@@ -58,10 +61,10 @@ CASES = [
     (lambda: call(causal_alignment="middle"), "Argument", '"top_left" or "bottom_right"'),
     (lambda: call(causal_alignment=1), "Argument", "causal_alignment is 1"),
     (lambda: call(causal_alignment=[]), "Argument", "causal_alignment is []"),
-    (lambda: call(is_causal=torch.ones(2)), "Argument", "is_causal is a tensor"),
-    (lambda: call(return_lse=torch.ones(2)), "Argument", "return_lse is a tensor"),
+    (lambda: call(is_causal=torch.ones(2)), "Argument", "is_causal is a Tensor"),
+    (lambda: call(return_lse=torch.ones(2)), "Argument", "return_lse is a Tensor"),
     (lambda: call(Q, Q[:, :2], Q[:, :2], enable_gqa=torch.ones(2)), "Argument",
-     "enable_gqa is a tensor"),
+     "enable_gqa is a Tensor"),
     (lambda: call(dropout_p=torch.ones(2)), "Argument", "dropout_p is tensor([1., 1.]), must be"),
     (lambda: call(alibi_slopes=torch.rand(3)), "Shape", "alibi must hold 4 heads"),
     (lambda: call(alibi_slopes=torch.rand(4).double()), "Dtype", "alibi is f64"),
@@ -224,3 +227,45 @@ def test_no_memory_for_a_context_has_its_own_sentence(tmp_path):
                           timeout=120, env=dict(os.environ, LD_PRELOAD=str(tmp_path / "no.so")))
     sentence = "attention_forward: no memory for this thread's context\n"
     assert done.stdout == "ShapeError\n" + 2 * sentence, done.stdout + done.stderr
+
+
+UNKNOWN_BACKEND = """
+import orchard, torch, orchard.torch
+x = torch.zeros(1, 1, 2, 2)
+for call in (lambda: orchard.attention_forward(x, x, x),
+             lambda: orchard.torch.scaled_dot_product_attention(x, x, x),
+             lambda: orchard.torch.scaled_dot_product_attention(x, x, x, window=(1, 1))):
+    try:
+        call()
+    except orchard.ArgumentError as why:
+        print(why)
+"""
+
+
+@pytest.mark.parametrize("kernel", ["c", "python"])
+def test_a_wrong_environment_is_an_argument_error_everywhere(kernel):
+    done = subprocess.run([sys.executable, "-c", UNKNOWN_BACKEND], capture_output=True, text=True,
+                          timeout=120, env=dict(os.environ, ORCHARD_BACKEND="nonsense",
+                                                ORCHARD_TORCH_KERNEL=kernel))
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and len(set(lines)) == 1, done.stdout + done.stderr
+    assert lines[0].startswith('ctx_create: ORCHARD_BACKEND is "nonsense"')
+
+
+@pytest.mark.parametrize("apply", [orchard_ops.flash_attn_fwd, FlashAttnFunction.apply])
+def test_the_first_orchards_names_raise_the_same_exceptions(apply):
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    for wrong, kind in (((q, q.double(), q), orchard.DtypeError),
+                        ((q, q[..., :4], q), orchard.ShapeError)):
+        with pytest.raises(kind, match="attention_forward: k"):
+            apply(*wrong, 1.0, 0.0, False)
+    with pytest.raises(orchard.ArgumentError, match="scale is nan"):
+        apply(q, q, q, float("nan"), 0.0, False)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa", "return_lse", "dropout_p",
+                                  "causal_alignment"])
+def test_several_numbers_for_one(name):
+    for several in (np.array([0, 1]), torch.tensor([0, 1])):
+        with pytest.raises(orchard.ArgumentError, match=name):
+            call(**{name: several})

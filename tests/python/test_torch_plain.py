@@ -1,15 +1,19 @@
 """Calls without options take ops made for that: to the bit what the general ones give, and only where
 nobody looks on."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import orchard
-from orchard.torch import autograd, cpu, function, operands, ops
+from orchard.torch import autograd, cpu, onlookers, operands, ops
 from orchard.torch import scaled_dot_product_attention as attention
 
 Tensor = torch.Tensor
@@ -54,7 +58,7 @@ def test_same_bits_as_the_general_ops(served, monkeypatch, dtype, options):
             unrecorded = attention(*inputs, enable_gqa=gqa, **options)
         assert served == {"forward": 2, "backward": 1}
         with monkeypatch.context() as patch:
-            patch.setattr(autograd, "modes_active", lambda: 1)  # as where torch cannot say
+            patch.setattr(onlookers, "dispatch_modes", lambda: 1)  # as where torch cannot say
             general = attention(*inputs, enable_gqa=gqa, **options)
             general_grads = gradients(general, inputs)
         assert served == {"forward": 2, "backward": 1}
@@ -103,6 +107,27 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.seen.append(op)
         return op(*args, **(kwargs or {}))
+
+
+class WatchFunctions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_function_modes_see_the_public_ops(served):
+    inputs = leaves()
+    with WatchFunctions() as watch:
+        out = attention(*inputs)
+    assert ops.forward in watch.seen and served["forward"] == 0
+    assert torch.equal(out, attention(*inputs))
+    with WatchFunctions() as watch:  # torch shows it nothing of backward
+        gradients(out, inputs)
+    assert not any("orchard" in str(one) for one in watch.seen)
 
 
 def test_modes_see_the_public_ops(served):
@@ -159,6 +184,70 @@ class Marked(Tensor):
     pass
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_traced_programs_hold_the_public_ops(served):
+    inputs = [x.detach() for x in leaves()]
+    traced = torch.jit.trace(lambda *x: attention(*x), inputs, check_trace=False)
+    assert "orchard::attention_forward" in str(traced.graph)
+    graph = make_fx(lambda *x: attention(*x), pre_dispatch=True)(*inputs).graph
+    assert ops.forward in {node.target for node in graph.nodes}
+    assert served["forward"] == 0
+    assert torch.equal(traced(*inputs), attention(*inputs))
+
+
+class Dispatched(Tensor):
+    """A subclass that sees every op, as a gradient."""
+    seen = []
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        cls.seen.append(op)
+        with torch._C._DisableTorchDispatch():
+            return op(*args, **(kwargs or {}))
+
+
+def test_gradients_that_are_more_than_tensors(served):
+    inputs = leaves()
+    expected = torch.autograd.grad(attention(*inputs), inputs, torch.ones(2, 4, 9, 8))
+    dout = torch.ones(2, 4, 9, 8).as_subclass(Dispatched)
+    found = torch.autograd.grad(attention(*inputs), inputs, dout)
+    assert ops.backward in Dispatched.seen and served["backward"] == 1
+    for a, b in zip(found, expected):
+        assert torch.equal(a.as_subclass(Tensor), b)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_vmap_over_backward(served, count):
+    """By the public op, which has a rule for it."""
+    inputs = leaves()
+    out = attention(*inputs)
+    many = torch.randn(count, *out.shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.func.vmap(lambda d: torch.autograd.grad(out, inputs, d, retain_graph=True))(
+            many)
+    assert served["backward"] == 0
+    for at in range(count):
+        for a, b in zip(found, torch.autograd.grad(out, inputs, many[at], retain_graph=True)):
+            torch.testing.assert_close(a[at], b)
+    assert all(len(x) == count for x in found)
+
+
+def test_errors_of_others_are_not_taken_for_refusals(served):
+    calls = []
+
+    def full(x):
+        calls.append(x)
+        if len(calls) == 3:
+            raise RuntimeError("disk full")
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(full, lambda x: x):
+        with pytest.raises(RuntimeError, match="disk full"):
+            attention(*leaves())
+    assert len(calls) == 3 and served["forward"] == 1
+
+
 def test_what_else_is_left_to_the_general_path(served):
     q, k, v = leaves()
     first = attention(q, k, v).detach()
@@ -210,7 +299,7 @@ def test_nothing_private_is_needed(monkeypatch):
     assert torch.equal(first, second)
     for a, b in zip(grads, gradients(second, inputs)):
         assert torch.equal(a, b)
-    monkeypatch.setattr(function, "_any_autocast", lambda: True)
+    monkeypatch.setattr(onlookers, "any_autocast", lambda: True)
     third = attention(*inputs)
     assert torch.equal(first, third)
     for a, b in zip(grads, gradients(third, inputs)):

@@ -5,12 +5,15 @@ import gc
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 
+import orchard
 from orchard import _library
 from orchard.torch import autograd, ops
 from orchard.torch import scaled_dot_product_attention as attention
@@ -45,6 +48,88 @@ def test_forward_mode_raises_and_never_gives_zero(recording):
         with pytest.raises(NotImplementedError, match="forward-mode"):
             with forward_ad.dual_level():
                 attention(forward_ad.make_dual(q, q), k, v)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("before", [False, True])
+def test_forward_mode_raises_in_compiled_code(backend, before):
+    """There it was lost without a word: also where the code was compiled before."""
+    q, k, v = (x.detach() for x in leaves())
+    torch._dynamo.reset()
+    function = torch.compile(attention, backend=backend)
+    if before:
+        torch.testing.assert_close(function(q, k, v), plain(q, k, v))
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            function(forward_ad.make_dual(q, q), k, v)
+    torch._dynamo.reset()
+    with forward_ad.dual_level():
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(attention, backend=backend, fullgraph=True)(
+                forward_ad.make_dual(q, q), k, v)
+    torch._dynamo.reset()
+    with orchard.enable(), forward_ad.dual_level():  # passed on, and refused by torch
+        with pytest.raises(NotImplementedError, match="forward AD"):
+            torch.compile(lambda *x: F.scaled_dot_product_attention(*x), backend=backend)(
+                forward_ad.make_dual(q, q), k, v)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (2, 2)}])
+def test_forward_mode_over_backward_raises(options):
+    """It gave a tangent of zero."""
+    q, k, v = leaves()
+    out = attention(q, k, v, **options)
+    dout = torch.ones_like(out)
+
+    def back(d):
+        return torch.autograd.grad(out, q, d, retain_graph=True)[0]
+
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(back, (dout,), (dout,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        back(forward_ad.make_dual(dout, dout))
+    assert back(dout).abs().max() > 0
+
+
+def test_another_threads_compiler_changes_nothing():
+    """torch.compiler.is_compiling() says yes in all threads while one of them compiles."""
+    q, k, v = leaves()
+    many = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)
+
+    def batched():
+        first, = torch.autograd.grad(attention(q, k, v), q, many, create_graph=True,
+                                     is_grads_batched=True)
+        return torch.autograd.grad(first.square().sum(), q)[0]
+
+    def answers():
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            attention(forward_ad.make_dual(q.detach(), many[0]), k.detach(), v.detach())
+        with orchard.enable():
+            switched = torch.func.vmap(lambda x: F.scaled_dot_product_attention(x, k, v))(many)
+            assert orchard.counts(reset=True) == {"served by Orchard": 1}
+        return (batched(), torch.func.grad(lambda x: attention(x, k, v).square().sum())(q),
+                torch.func.vmap(lambda x: attention(x, k, v))(many), switched)
+
+    inside, go = threading.Event(), threading.Event()
+
+    def backend(graph, _example):
+        inside.set()
+        go.wait(60)
+        return graph.forward
+
+    expected = answers()
+    torch._dynamo.reset()
+    other = threading.Thread(target=lambda: torch.compile(lambda x: x + 1, backend=backend)(
+        torch.ones(2)))
+    other.start()
+    try:
+        assert inside.wait(60) and torch.compiler.is_compiling()
+        found = answers()
+    finally:
+        go.set()
+        other.join()
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
 
 
 def test_second_order_is_not_lost():

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import torch
 
-from .._library import UnsupportedError
-from . import batching, operands, ops, outputs, second
+from .._library import OrchardError, UnsupportedError
+from . import batching, onlookers, operands, ops, outputs, second
+from .onlookers import any_onlooker, compiling
 
 TENSORS = 11  # how many of the arguments are tensors: q ... seed
 NO_FORWARD_MODE = ("attention has no forward-mode derivative (torch.func.jvp, forward AD); "
                    "use reverse mode: torch.func.vjp or backward()")
 
-# By names of their own: after a large computation every lookup in a module is a cache miss.
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-
 # Function.apply itself uses this; private, so it may be absent.
 _unwrap_if_dead = getattr(torch._C._functorch, "unwrap_if_dead", None)
-# Whether some mode wants to see every op. The answer must be yes where nobody can say.
-modes_active = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 # Private too. The answer must be yes then: what it leads to is right for all, and slow.
 _is_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: True)
 
@@ -33,7 +29,7 @@ _is_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lam
 def _grads_batched(*tensors) -> bool:
     """Whether autograd.grad(is_grads_batched=True) runs this backward: a Function inside it would
     record nothing."""
-    return not _is_compiling() and any(
+    return not compiling() and any(
         x is not None and _is_legacy_batched(x) for x in tensors)
 
 
@@ -41,6 +37,8 @@ def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
     """dq ... dsinks, None where not needed; differentiable if gradients are being recorded."""
     if not needs or (dout is None and dlse is None):
         return (None,) * 5
+    if onlookers.forward_mode():
+        raise UnsupportedError(NO_FORWARD_MODE)
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
     if torch.is_grad_enabled() and _grads_batched(dout, dlse):
@@ -54,12 +52,24 @@ def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
     return tuple(x if needs >> i & 1 else None for i, x in enumerate(made))
 
 
+class Refused(Exception):
+    """orchard::_plain_forward did not take its arguments."""
+
+
+def plain_forward(*args):
+    """orchard::_plain_forward. Its errors by another name: around it others' code may raise too."""
+    try:
+        return ops.plain_forward(*args)
+    except (RuntimeError, OrchardError):
+        raise Refused from None
+
+
 class AttentionPlain(torch.autograd.Function):
     """out of orchard::_plain_forward, for callers who know that nobody looks on."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale, causal, gqa):
-        out, lse = ops.plain_forward(q, k, v, scale, causal, gqa)
+        out, lse = plain_forward(q, k, v, scale, causal, gqa)
         ctx.save_for_backward(out, lse, q, k, v)
         ctx.options = scale, causal
         ctx.set_materialize_grads(False)
@@ -69,7 +79,8 @@ class AttentionPlain(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, _, _, _ = ctx.needs_input_grad
         needs = q | k << 1 | v << 2
-        if _is_compiling() or _is_grad_enabled() or modes_active() or dout is None or not needs:
+        if (any_onlooker() or torch.is_grad_enabled() or type(dout) is not torch.Tensor
+                or not needs):
             out, lse, *tensors = (*ctx.saved_tensors, *operands.without_options(*ctx.options))
             return (*_gradients(needs, dout, None, out, lse, tensors[:TENSORS],
                                 tensors[TENSORS:])[:3], None, None, None)

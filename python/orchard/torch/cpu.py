@@ -130,4 +130,4 @@ def translate(error: RuntimeError) -> Exception:
         return error
     sentence = str(error).split("\n", 1)[0]
     kind = ERRORS.get(_c.orchard_torch_last_status())
-    return kind(sentence) if kind and sentence.startswith("attention") else error
+    return kind(sentence) if kind and sentence.startswith(("attention", "ctx_create")) else error

@@ -6,23 +6,18 @@ import numbers
 from typing import Any, Optional, Tuple, Union
 
 import torch
-from torch.autograd import forward_ad
+from torch import is_grad_enabled
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._library import ArgumentError, DtypeError, OrchardError, ShapeError, UnsupportedError
-from . import autograd, cpu, mps_attention, ops, outputs
+from . import autograd, cpu, mps_attention, onlookers, ops, outputs
+from .onlookers import any_onlooker
 
 Tensor = torch.Tensor
 NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 INTEGER = (int, torch.SymInt)
 ALIGNMENTS = {"top_left": False, "bottom_right": True}
 SEEDS = 2 ** 63 - 1  # 63 bits: torch's integers are signed
-
-# torch itself asks these; private, so they may be absent. The answer must be yes then.
-_functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-# By names of their own: a lookup in a module costs more than the question.
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
 # ---- Checks that the C library cannot make -------------------------------------------------------
@@ -54,6 +49,14 @@ def _check_number(name: str, value: Any, kinds: tuple = NUMBER) -> Any:
     if isinstance(value, int) and not -2 ** 63 <= value < 2 ** 63:
         raise ArgumentError(f"attention: {name} is {value}, must fit into 64 bits")
     return value
+
+
+def _check_alignment(alignment: object) -> bool:
+    """Whether it is at the bottom right."""
+    if not isinstance(alignment, str) or alignment not in ALIGNMENTS:
+        raise ArgumentError(f"attention: causal_alignment is {alignment!r}, must be "
+                            '"top_left" or "bottom_right"')
+    return ALIGNMENTS[alignment]
 
 
 def _check_window(window: object) -> Tuple[int, int]:
@@ -210,19 +213,18 @@ def _split_mask(attn_mask: Optional[Tensor], bias: Optional[Tensor], q: Tensor,
 # ---- The call ------------------------------------------------------------------------------------
 
 def _transformed() -> bool:
-    """Whether torch.func or forward AD looks on. In compiled code the first would silently lose the
-    gradient, so it is refused there; without fullgraph, torch.compile then runs it uncompiled."""
-    if _functorch_active():
-        if _is_compiling():
-            raise UnsupportedError("attention: torch.func's transforms cannot be compiled; apply "
-                                   "them outside torch.compile")
-        return True
-    return forward_ad._current_level >= 0 and not _is_compiling()
+    """Whether torch.func or forward AD looks on. Compiled code would silently lose what they ask
+    for, so it refuses; without fullgraph, torch.compile then runs the call uncompiled."""
+    found = onlookers.functorch_active() or onlookers.forward_mode()
+    if found and onlookers.compiling():
+        raise UnsupportedError("attention: torch.func's transforms and forward-mode derivatives "
+                               "cannot be compiled; apply them outside torch.compile")
+    return found
 
 
 def _distinct(*tensors: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
     """In compiled code a Function refuses to be given one tensor twice: views of it will do."""
-    if not _is_compiling():
+    if not onlookers.compiling():
         return tensors
     return tuple(x if x is None or all(x is not y for y in tensors[:i]) else x.view_as(x)
                  for i, x in enumerate(tensors))
@@ -265,15 +267,13 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], causal: bool
     """A call without options by the ops made for that; None where they do not serve: then `_general`
     does, or says what is wrong. Only the questions that those ops would not notice themselves."""
     if (not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and q.dim() == 4)
-            or not (scale is None or type(scale) is float)
-            or _is_compiling() or _any_autocast() or _functorch_active()
-            or autograd.modes_active() or forward_ad._current_level >= 0):
+            or not (scale is None or type(scale) is float) or any_onlooker()):
         return None
     try:
-        if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return autograd.record_plain(q, k, v, scale, causal, gqa)
-        return ops.plain_forward(q, k, v, scale, causal, gqa)[0]
-    except (RuntimeError, OrchardError):
+        return autograd.plain_forward(q, k, v, scale, causal, gqa)[0]
+    except autograd.Refused:
         return None
 
 
@@ -290,10 +290,7 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
         q, k, v = _lower(q), _lower(k), _lower(v)
         attn_mask, bias, alibi_slopes, sinks = map(_widen, (attn_mask, bias, alibi_slopes, sinks))
 
-    if not isinstance(causal_alignment, str) or causal_alignment not in ALIGNMENTS:
-        raise ArgumentError(f"attention: causal_alignment is {causal_alignment!r}, must be "
-                            '"top_left" or "bottom_right"')
-    bottom_right = ALIGNMENTS[causal_alignment]
+    bottom_right = _check_alignment(causal_alignment)
     if isinstance(attn_mask, CausalBias):
         bottom_right, is_causal = attn_mask.variant == CausalVariant.LOWER_RIGHT, True
         if bottom_right and cu_seqlens_q is None and min(q.dim(), k.dim()) > 1:
@@ -374,12 +371,16 @@ def scaled_dot_product_attention(
                             causal_alignment, key_lengths, cu_seqlens_q, cu_seqlens_k,
                             max_seqlen_q, max_seqlen_k)
         return (out, lse) if return_lse else out
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, OrchardError):
+            raise
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             _check_tensor(name, tensor, None)
         for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa),
                            ("return_lse", return_lse)):
-            if isinstance(flag, Tensor):  # several of them are neither true nor false
-                raise ArgumentError(f"attention: {name} is a tensor, must be True or False") from None
+            if getattr(flag, "ndim", 0):  # several numbers are neither true nor false
+                raise ArgumentError(f"attention: {name} is a {type(flag).__name__}, must be True or "
+                                    "False") from None
         _check_number("dropout_p", dropout_p)
+        _check_alignment(causal_alignment)
         raise cpu.translate(error) from None

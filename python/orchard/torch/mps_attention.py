@@ -17,9 +17,9 @@ import threading
 from typing import Any, Mapping, Optional, Tuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from . import mps, second
+from .onlookers import TRACED, compiling
 from .outputs import GRADIENTS, Tensors2, Tensors5, new_gradients, new_outputs
 
 # What PyTorch's scaled_dot_product_attention has no word for.
@@ -37,7 +37,7 @@ last = _Last()  # why this thread's last refused call was; whoever asks about a 
 
 def asks(query: torch.Tensor) -> bool:
     """Whether a call with this query is asked about: compiled code and fakes are not."""
-    return query.is_mps and not torch.compiler.is_compiling() and not isinstance(query, FakeTensor)
+    return query.is_mps and not compiling() and not isinstance(query, TRACED)
 
 
 def _meta(like: Optional[torch.Tensor]) -> Optional[torch.Tensor]:

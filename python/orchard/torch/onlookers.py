@@ -1,0 +1,35 @@
+"""Who looks on while a call is made: compilers, modes, transforms. Questions to torch, some by names
+that are private and may be absent: the answer is then the one that is right for all, if slow.
+
+They are called by names of their own, since after a large computation every lookup in a module is a
+cache miss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+
+# Not is_compiling(), which says yes in every thread while one of them compiles.
+compiling = torch.compiler.is_dynamo_compiling
+functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+_tracing_state = getattr(torch._C, "_get_tracing_state", lambda: True)  # of torch.jit
+# What stands for a tensor while a program is traced.
+TRACED = (FakeTensor, FunctionalTensor)
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode derivatives are being computed, by torch.func or not."""
+    return forward_ad._current_level >= 0
+
+
+def any_onlooker() -> bool:
+    """Whether anybody would see, or change, which ops a call takes."""
+    return bool(compiling() or any_autocast() or functorch_active() or dispatch_modes()
+                or function_modes() or _tracing_state() is not None
+                or forward_ad._current_level >= 0)
