@@ -54,7 +54,6 @@ _LARGEST_HEAD = 512
 _functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _modes = getattr(torch._C, "_len_torch_function_stack", lambda: 0)
 _mode_at = getattr(torch._C, "_get_function_stack_at", None)
-_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 # ---- What can be served --------------------------------------------------------------------------
@@ -72,7 +71,7 @@ def _why_not_now() -> Optional[str]:
     """What forbids any call at this moment, whatever its tensors."""
     compiling = _onlookers.compiling()
     # The flag is there for all threads: those that export have a mode at work.
-    if _exporting() and (compiling or _onlookers.dispatch_modes()):
+    if _onlookers.exporting() and (compiling or _onlookers.dispatch_modes()):
         return "torch.export, whose programs must run anywhere"
     if not compiling and _functorch_active() and _transforms_refused():
         return "torch.func transforms other than grad and vmap"

@@ -164,6 +164,10 @@ class Attention(torch.autograd.Function):
     vmap = staticmethod(batching.forward)
 
 
+torch.library.register_autograd("orchard::attention", Attention.backward,
+                                setup_context=Attention.setup_context, lib=ops.library)
+
+
 class AttentionBackward(torch.autograd.Function):
     """(dq, dk, dv, dbias, dsinks) of orchard::attention_backward, differentiable once more.
 

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 # Not is_compiling(), which says yes in every thread while one of them compiles.
 compiling = torch.compiler.is_dynamo_compiling
+exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # for all threads, alas
 functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)

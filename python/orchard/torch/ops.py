@@ -34,6 +34,11 @@ library.define(f"attention_backward(int needs, Tensor dout, Tensor? dlse, Tensor
 forward = torch.ops.orchard.attention_forward.default
 backward = torch.ops.orchard.attention_backward.default
 
+# attention_forward with a formula for autograd (autograd.py), for exported programs: they keep ops
+# and lose Functions, and their gradients with them. Elsewhere it would cost 10 us a call.
+library.define(f"attention({ATTENTION}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+exported = torch.ops.orchard.attention.default
+
 # The same without options, CPU tensors only: so many absent arguments cost torch more than a call
 # of a few microseconds should. For eager calls; no compiler, mode or transform ever sees these.
 library.define("_plain_forward(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool gqa) "
@@ -65,10 +70,12 @@ def kernel_for(device: str) -> Tuple[Callable[..., Tensors2], Callable[..., Tens
 cpu.register(library)
 library.impl("attention_forward", mps_attention.forward, "MPS")
 library.impl("attention_backward", mps_attention.backward, "MPS")
+library.impl("attention", forward, "CompositeExplicitAutograd")
 
 
 # ---- Fakes: shapes and strides without memory ----------------------------------------------------
 
+@torch.library.register_fake("orchard::attention", lib=library)
 @torch.library.register_fake("orchard::attention_forward", lib=library)
 def _forward_fake(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, *rest):
     op, packed = "attention_forward", cu_seqlens_q is not None
@@ -88,6 +95,11 @@ def _backward_fake(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sink
 @torch.library.register_vmap("orchard::attention_forward", lib=library)
 def _forward_vmap(info, in_dims, *args):
     return batching.map_forward(forward, info.batch_size, in_dims, args)
+
+
+@torch.library.register_vmap("orchard::attention", lib=library)
+def _exported_vmap(info, in_dims, *args):
+    return batching.map_forward(exported, info.batch_size, in_dims, args)
 
 
 @torch.library.register_vmap("orchard::attention_backward", lib=library)

@@ -1,0 +1,112 @@
+"""torch.export: the program computes the same and can be trained, which takes an op with a formula for
+autograd: Functions are not kept, and with them the gradients went, without a word."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from orchard.torch import ops
+from orchard.torch import scaled_dot_product_attention as attention
+
+B, H, T, D = 2, 4, 6, 8
+
+
+class Model(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+        self.before = nn.Linear(D, 3 * D, dtype=torch.float64)
+        self.after = nn.Linear(D, D, dtype=torch.float64)
+        self.sinks = nn.Parameter(torch.randn(H, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(H, T, T, dtype=torch.float64))
+
+    def forward(self, x):
+        q, k, v = self.before(x).chunk(3, -1)
+        given = {name: getattr(self, name) if value is True else value
+                 for name, value in self.options.items() if name in ("sinks", "bias")}
+        rest = {name: value for name, value in self.options.items() if name not in given}
+        return self.after(attention(q, k, v, **given, **rest))
+
+
+OPTIONS = {
+    "plain": {}, "causal": {"is_causal": True}, "window": {"window": (2, 1), "softcap": 3.0},
+    "all": {"sinks": True, "bias": True, "is_causal": True, "scale": 0.3},
+}
+
+
+def gradients(model, x):
+    """By name, of what takes part."""
+    x = x.clone().requires_grad_()
+    named = {"x": x, **dict(model.named_parameters())}
+    found = torch.autograd.grad(model(x).square().sum(), named.values(), allow_unused=True)
+    return {name: grad for name, grad in zip(named, found) if grad is not None}
+
+
+def check_same(found, expected):
+    assert found.keys() == expected.keys() and len(found) >= 5
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_exported_model_trains(name, strict):
+    model, x = Model(**OPTIONS[name]), torch.randn(B, H, T, D, dtype=torch.float64)
+    program = torch.export.export(model, (x,), strict=strict)
+    assert ops.exported in {node.target for node in program.graph.nodes}
+    module = program.module()
+    torch.testing.assert_close(module(x), model(x))
+    check_same(gradients(module, x), gradients(model, x))
+
+
+def test_saved_and_loaded():
+    model, x = Model(is_causal=True), torch.randn(B, H, T, D, dtype=torch.float64)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (x,)), file)
+    file.seek(0)
+    module = torch.export.load(file).module()
+    torch.testing.assert_close(module(x), model(x))
+    check_same(gradients(module, x), gradients(model, x))
+
+
+def test_compiled_after_export():
+    model, x = Model(bias=True, sinks=True), torch.randn(B, H, T, D, dtype=torch.float64)
+    module = torch.export.export(model, (x,)).module()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    found = {name.removeprefix("_orig_mod."): x for name, x in gradients(compiled, x).items()}
+    check_same(found, gradients(model, x))
+
+
+def test_dropout_is_drawn_anew():
+    model, x = Model(dropout_p=0.5), torch.randn(B, H, T, D, dtype=torch.float64)
+    module = torch.export.export(model, (x,)).module()
+    torch.manual_seed(3)
+    first = module(x)
+    assert not torch.equal(first, module(x))
+    torch.manual_seed(3)
+    assert torch.equal(first, module(x))
+    torch.manual_seed(3)
+    found = gradients(module, x)
+    torch.manual_seed(3)
+    check_same(found, gradients(model, x))
+
+
+def test_the_op_itself():
+    """As users of the program's graph meet it: checked by torch, differentiable twice, vmapped."""
+    q, k, v = (torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    rest = (*(None,) * 8, 0, 0, 0.7, True, False, -1, -1, 0.0, 0.0)
+    torch.library.opcheck(ops.exported, (q, k, v, *rest))
+
+    def call(*x):
+        return ops.exported(*x, *rest)[0]
+
+    assert torch.autograd.gradcheck(call, (q, k, v))
+    assert torch.autograd.gradgradcheck(call, (q, k, v))
+    many = torch.randn(3, 1, 2, 3, 4, dtype=torch.float64)
+    found = torch.func.vmap(lambda x: ops.exported(x, k.detach(), v.detach(), *rest)[0])(many)
+    for a, x in zip(found, many):
+        torch.testing.assert_close(a, call(x, k, v).detach())
