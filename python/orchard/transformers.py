@@ -526,6 +526,17 @@ def _silent(name: str, module: torch.nn.Module, heard: set) -> Optional[str]:
     return f'not Orchard: its attn_implementation is "{chosen}"'
 
 
+def _advice(model: Any, chosen: Optional[str]) -> str:
+    """To somebody whose model never calls Orchard."""
+    if chosen == NAME:
+        return "this model computes its attention itself"
+    can_be_set = getattr(type(model), "_can_set_attn_implementation", lambda: True)
+    if not can_be_set():  # private, so it may be absent
+        return (f"this model does not follow Transformers' attention interface, so "
+                f'set_attn_implementation("{NAME}") is not taken')
+    return f'model.set_attn_implementation("{NAME}")'
+
+
 def doctor(model: Any, **inputs: Any) -> List[str]:
     """Prints, layer by layer, how each attention is computed and why; returns the lines.
 
@@ -543,9 +554,7 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
     lines = [f'{type(model).__name__}: attn_implementation "{chosen}", {len(layers)} attention '
              f"layers by Orchard"]
     if not layers:
-        lines.append("  no layer calls Orchard: " + (
-            "this model computes its attention itself" if chosen == NAME else
-            f'model.set_attn_implementation("{NAME}")'))
+        lines.append("  no layer calls Orchard: " + _advice(model, chosen))
     width = max(len(probe) for probe in probes)
     for name, module in model.named_modules():
         if name in layers:

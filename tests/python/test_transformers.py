@@ -718,6 +718,15 @@ def test_doctor_tells_the_path_and_the_reason(capsys):
     assert 'model.layers.1.self_attn  not Orchard: its attn_implementation is "eager"' in text
 
 
+def test_doctor_does_not_advise_what_is_not_taken():
+    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2,
+                                       num_attention_heads=4)
+    model = transformers.FalconForCausalLM(config)
+    text = "\n".join(orchard_transformers.doctor(model))
+    assert "does not follow Transformers' attention interface" in text
+    assert "model.set_attn_implementation" not in text
+
+
 def test_doctor_asks_for_the_inputs_of_other_models():
     small = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
     model = T.ViTModel._from_config(T.ViTConfig(**small, image_size=16, patch_size=8),
