@@ -1,0 +1,127 @@
+"""tools/wheels: each of its checks can fail. The wheel of this test run, made for this very machine, is
+not one that it would let pass; and it is damaged in one way after the other."""
+
+import base64
+import csv
+import hashlib
+import importlib.machinery
+import importlib.util
+import io
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ELF files are Linux'")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NAME = "linux-x86_64"
+LIBRARY = "orchard/lib/liborchard.so"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    loader = importlib.machinery.SourceFileLoader("wheels_tool", str(ROOT / "tools" / "wheels"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    loader.exec_module(module)
+    sys.dont_write_bytecode = before
+    return module
+
+
+def recorded(files):
+    """The RECORD of these files."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    for name, (data, _mode) in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows.writerow((name, f"sha256={digest}", len(data)))
+    return text.getvalue()
+
+
+@pytest.fixture
+def files():
+    """name: (bytes, mode), of the wheel of this run, but for RECORD."""
+    with zipfile.ZipFile(os.environ["ORCHARD_TEST_WHEEL"]) as wheel:
+        return {info.filename: (wheel.read(info), info.external_attr >> 16)
+                for info in wheel.infolist() if not info.filename.endswith("/RECORD")}
+
+
+@pytest.fixture
+def judged(tool, tmp_path):
+    """What the tool says of a wheel with these files."""
+    def judge(files, record=None, tags="manylinux_2_17_x86_64.manylinux2014_x86_64", name=NAME):
+        (folder,) = {n.split("/")[0] for n in files if n.endswith(".dist-info/WHEEL")}
+        path = tmp_path / f"orchard-0-py3-none-{tags}.whl"
+        with zipfile.ZipFile(path, "w") as wheel:
+            for file, (data, mode) in files.items():
+                info = zipfile.ZipInfo(file)
+                info.external_attr = mode << 16
+                wheel.writestr(info, data)
+            own = f"{folder}/RECORD"
+            wheel.writestr(own, recorded(files) + f"{own},,\n" if record is None else record)
+        return tool.check(path, name)
+    return judge
+
+
+def library(tmp_path, text, *flags):
+    """A shared library of this machine."""
+    source, made = tmp_path / "x.c", tmp_path / "x.so"
+    source.write_text(text)
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(made), *flags], check=True)
+    return made.read_bytes(), 0o755
+
+
+def test_a_wheel_for_this_machine_only(judged, files):
+    wrong = judged(files)
+    assert any("WHEEL has the tags" in one for one in wrong), wrong
+    assert any("asks for GLIBC_2.3" in one for one in wrong), wrong  # Debian 12's is 2.36
+    assert not any("RECORD" in one or "missing" in one or "export" in one for one in wrong), wrong
+
+
+def test_record(judged, files):
+    before = judged(files)
+    good = recorded(files)
+    (own,) = {n.split("/")[0] + "/RECORD" for n in files if n.endswith(".dist-info/WHEEL")}
+    changed = good.replace("orchard/py.typed,sha256=", "orchard/py.typed,sha256=A", 1)
+    assert set(judged(files, changed + f"{own},,\n")) - set(before) == {
+        "RECORD is wrong about orchard/py.typed"}
+    assert set(judged(files, good + f"orchard/ghost.py,sha256=x,1\n{own},,\n")) - set(before) == {
+        "RECORD lists orchard/ghost.py, which is absent"}
+
+
+@pytest.mark.parametrize("name", ["orchard/py.typed", "orchard/bin/orchard", LIBRARY,
+                                  "orchard/lib/liborchard_torch.so"])
+def test_missing_files(judged, files, name):
+    del files[name]
+    assert f"{name} is missing" in judged(files)
+
+
+def test_names_and_modes(judged, files):
+    assert "the file's name does not say" in " ".join(judged(files, tags="linux_x86_64"))
+    files["orchard/bin/orchard"] = files["orchard/bin/orchard"][0], 0o644
+    assert "orchard/bin/orchard is not executable" in judged(files)
+
+
+def test_symbols_and_libraries(judged, files, tmp_path):
+    files[LIBRARY] = library(tmp_path, "int orchard_secret(void) { return 1; }", "-Wl,--no-as-needed",
+                             "-lgomp")
+    wrong = judged(files)
+    assert f"{LIBRARY} exports orchard_secret" in wrong
+    assert f"{LIBRARY} does not export orchard_attention_forward" in wrong
+    assert any(one.startswith(f"{LIBRARY} loads libgomp.so") for one in wrong), wrong
+
+
+def test_paths_of_this_machine(judged, files, tmp_path):
+    files[LIBRARY] = library(tmp_path, f'const char *orchard_path = "{ROOT}/src";')
+    assert f"{LIBRARY} holds a path of this machine, {ROOT}" in judged(files)
+
+
+def test_the_wrong_system_and_processor(judged, files):
+    assert f"{LIBRARY.replace('.so', '.dylib')} is missing" in judged(files, name="macos-arm64")
+    files[LIBRARY.replace(".so", ".dylib")] = files[LIBRARY]
+    wrong = judged(files, name="macos-arm64")
+    assert f"{LIBRARY.replace('.so', '.dylib')} has the wrong format" in wrong
+    assert any(one.startswith(f"{LIBRARY} is for") for one in judged(files, name="linux-aarch64"))
