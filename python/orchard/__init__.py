@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .switch import (active, disable, disable_pytorch_overrides, enable,
+    from .switch import (active, counts, disable, disable_pytorch_overrides, enable,
                          enable_pytorch_overrides, get_active_overrides)
 
 
