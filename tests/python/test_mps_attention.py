@@ -242,8 +242,12 @@ def test_the_switch_passes_on_what_torch_shall_do(switched):
         F.scaled_dot_product_attention(*placed)
     with pytest.raises(RuntimeError):
         F.scaled_dot_product_attention(placed[0], placed[1].cpu(), placed[2])
-    assert orchard.counts() == {"sdpa_kernel without FLASH_ATTENTION": 1,
-                                "a device that Orchard does not serve": 1}
+    mask = torch.zeros(placed[0].shape[-2], placed[1].shape[-2])
+    with pytest.raises(RuntimeError, match="on the same device"):
+        F.scaled_dot_product_attention(*placed, mask)
+    assert orchard.counts() == {
+        "sdpa_kernel without FLASH_ATTENTION": 1, "a device that Orchard does not serve": 1,
+        "an attn_mask that is nested, not strided or on another device": 1}
     assert counted(switched) == []
 
 

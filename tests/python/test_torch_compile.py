@@ -43,7 +43,17 @@ CALLS = {
     "layout": lambda q, k, v: attention(*(x.transpose(1, 2).contiguous().transpose(1, 2)
                                           for x in (q, k, v))).transpose(1, 2).flatten(2) * 2,
     "three": lambda q, k, v: attention(q[0], k[0], v[0]),
+    "lengths": lambda q, k, v: attention(q, k, v, key_lengths=torch.tensor([4, 9]), is_causal=True,
+                                         causal_alignment="bottom_right"),
+    "packed": lambda q, k, v: packed(q, k, v, torch.tensor([0, 5, 5, 12]),
+                                     torch.tensor([0, 7, 8, 18]), 7, 10),
 }
+
+
+def packed(q, k, v, cu_q, cu_k, max_t, max_s):
+    """The batch's rows, one after the other, as sequences of other lengths."""
+    return attention(*(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), is_causal=True,
+                     cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_t, max_seqlen_k=max_s)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -116,6 +126,23 @@ def test_dynamic_shapes_by_inductor():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_dynamic_packed_sequences_make_one_graph():
+    """Their lengths and the longest of them are new at each call."""
+    counters.clear()
+    compiled = torch.compile(packed, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows, keys in (([5, 0, 17], [8, 3, 17]), ([13, 2, 15], [1, 30, 3]),
+                       ([2, 6, 32], [40, 1, 3])):
+        cu = [torch.tensor([0, *n]).cumsum(0) for n in (rows, keys)]
+        tensors = leaves(T=sum(rows) // 2, S=sum(keys) // 2)
+
+        def call(function):
+            return results(lambda q, k, v: function(q, k, v, *cu, max(rows), max(keys)), tensors)
+
+        for a, b in zip(call(packed), call(compiled)):
+            assert torch.equal(a, b)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_graph_holds_the_two_ops_and_no_more():
     seen = []
 
@@ -136,6 +163,34 @@ def test_graph_holds_the_two_ops_and_no_more():
     forward, backward = seen
     assert forward == ["orchard.attention_forward.default"]
     assert backward == ["orchard.attention_backward.default"]
+
+
+def test_where_only_compliant_ops_are_allowed():
+    tensors = leaves()
+    with torch._dynamo.config.patch(only_allow_pt2_compliant_ops=True):
+        call = torch.compile(CALLS["causal"], fullgraph=True, backend="aot_eager")
+        for a, b in zip(results(CALLS["causal"], tensors), results(call, tensors)):
+            assert torch.equal(a, b)
+
+
+def test_strides_inside_a_graph_are_eagers():
+    """Inductor lays out what it computes as it likes, but not what our ops read: what they return
+    follows it. Seen by an op of our own, since what a graph returns is laid out anew."""
+    seen = []
+    with torch.library._scoped_library("orchard_test", "FRAGMENT") as library:
+        library.define("look(Tensor x) -> Tensor", tags=(torch.Tag.flexible_layout,))
+        library.impl("look", lambda x: seen.append(x.stride()) or x + 1, "CPU")
+        torch.library.register_fake("orchard_test::look", torch.empty_like, lib=library)
+
+        def call(q, k, v):
+            q = q.transpose(1, 2).contiguous().transpose(1, 2).flip(2)
+            return torch.ops.orchard_test.look(attention(q, k, v))
+
+        tensors = [x.detach() for x in leaves()]
+        eager = call(*tensors)
+        with torch._functorch.config.patch(custom_op_default_layout_constraint="flexible_layout"):
+            torch.testing.assert_close(torch.compile(call, fullgraph=True)(*tensors), eager)
+    assert seen == [(96, 8, 16, 1)] * 2
 
 
 def test_dropout_is_new_each_call_and_repeats_with_the_seed():

@@ -130,6 +130,29 @@ def test_gradients_are_laid_out_as_their_inputs():
         assert grad.stride() == leaf.stride()
 
 
+def test_an_op_called_directly_has_no_gradient():
+    """As torch 2.13 treats ops without a formula: the output asks for a gradient, backward warns
+    and gives none. The gradient is the function's."""
+    leaves = [x.requires_grad_() for x in qkv(E=8)]
+    out, lse = ops.forward(*arguments(**dict(zip("qkv", leaves))))
+    assert torch.equal(out, attention(*leaves)) and out.requires_grad and lse.requires_grad
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+        assert torch.autograd.grad(out.sum(), leaves, allow_unused=True) == (None, None, None)
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+        (out.sum() + lse.sum()).backward()
+    assert [x.grad for x in leaves] == [None, None, None]
+    with torch.no_grad():
+        assert not ops.forward(*arguments(**dict(zip("qkv", leaves))))[0].requires_grad
+    attention(*leaves).sum().backward()
+    assert all(x.grad is not None for x in leaves)
+
+
+@pytest.mark.parametrize("op", [ops.forward, ops.backward], ids=str)
+def test_tags(op):
+    """What compilers may rely on, whatever their settings say of ops without tags."""
+    assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} == set(op.tags)
+
+
 def test_only_needed_gradients_are_computed():
     args = SAMPLES["plain"]
     out, lse = ops.forward(*args)

@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
+from orchard import _context
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch import threads
 from process import resident
@@ -134,14 +135,70 @@ def in_child(work, seconds=60):
     return None
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_fork_with_torchs_pool_alive():
-    """There torch's own parallel operations hang; ours go on with Orchard's pool."""
+def fork_with_torchs_pool_alive():
     torch.exp(torch.randn(1 << 20))
-    leaves = [torch.randn(2, 4, 130, 16) for _ in range(3)]
-    expected = attention(*leaves)
-    assert in_child(lambda: torch.equal(attention(*leaves), expected)) == 0
-    assert torch.equal(attention(*leaves), expected)
+    expected = step()
+    assert in_child(lambda: same(step(), expected), 30) == 0
+    assert same(step(), expected)
+
+
+PYTHONS_KERNEL = """
+import torch, test_torch_processes
+from orchard.torch import cpu
+assert cpu.kernel() == "python"
+torch.set_num_threads(2)
+test_torch_processes.fork_with_torchs_pool_alive()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("kernel", ["c", "python"])
+def test_fork_with_torchs_pool_alive(kernel):
+    """There torch's own parallel operations hang; ours go on with Orchard's pool. The two kernels
+    learn of the fork each in its own way."""
+    if kernel == "c":
+        return fork_with_torchs_pool_alive()
+    done = subprocess.run([sys.executable, "-c", PYTHONS_KERNEL], cwd=pathlib.Path(__file__).parent,
+                          env={**os.environ, "ORCHARD_TORCH_KERNEL": kernel}, timeout=120,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_has_contexts_of_its_own():
+    """The parent's may hold devices, whose drivers do not survive a fork."""
+    def ask():
+        return _context.context(threads=1, backend="ref")
+
+    parents = ask()
+    assert in_child(lambda: ask() is not parents and ask() is ask()) == 0
+    assert ask() is parents
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_frees_only_contexts_of_its_own(monkeypatch):
+    """What another thread of the parent was using at the fork is dropped in the child at once."""
+    freed, free = [], _context.lib.orchard_ctx_free
+
+    def record(handle):
+        freed.append(handle.value)
+        free(handle)
+
+    monkeypatch.setattr(_context.lib, "orchard_ctx_free", record)
+    held = [_context.Context(threads=1, backend="ref")]
+    address = held[0].handle.value
+
+    def in_the_child():
+        held.clear()
+        inherited, own = list(freed), _context.Context(threads=1, backend="ref")
+        address_of_own = own.handle.value
+        del own
+        return inherited == [] and freed == [address_of_own]
+
+    assert in_child(in_the_child) == 0
+    assert freed == []
+    held.clear()
+    assert freed == [address]
 
 
 class Attended(Dataset):

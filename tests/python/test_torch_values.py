@@ -106,6 +106,28 @@ def test_against_torchs_math_path(option, dtype):
         assert_within((f"{option} {name}", dtype), *three)
 
 
+@pytest.mark.parametrize("name", ["attn_mask", "bias"])
+def test_fp32_mask_of_an_fp64_query(name):
+    """Widened, which loses nothing; its gradient comes back in fp32, as that of any cast."""
+    torch.manual_seed(9)
+    given = [rand(B, H, n, d, dtype=torch.float64) for n, d in ((T, D), (S, D), (S, E))]
+    given.append(rand(1, H, T, S, dtype=torch.float32))
+    dout = rand(B, H, T, E, dtype=torch.float64)
+
+    def run(call):
+        leaves = [x.clone().requires_grad_() for x in given]
+        out = call(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    found = run(lambda q, k, v, mask: attention(q, k, v, **{name: mask}))
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = run(lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask.double()))
+    assert [x.dtype for x in found] == [torch.float64] * 4 + [torch.float32]
+    for a, b in zip(found[:4], exact):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(found[4], exact[4], atol=1e-6, rtol=1e-6)
+
+
 SHAPES = [((5, 8), (7, 8), (7, 6)),
           ((3, 5, 8), (3, 7, 8), (3, 7, 6)),
           ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8), (2, 3, 4, 7, 6)),
