@@ -10,6 +10,8 @@ Four classes, because torch wants it so:
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 
 from .._library import OrchardError, UnsupportedError
@@ -53,15 +55,8 @@ def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
 
 
 class Refused(Exception):
-    """orchard::_plain_forward did not take its arguments."""
-
-
-def plain_forward(*args):
-    """orchard::_plain_forward. Its errors by another name: around it others' code may raise too."""
-    try:
-        return ops.plain_forward(*args)
-    except (RuntimeError, OrchardError):
-        raise Refused from None
+    """orchard::_plain_forward did not take its arguments. Not its own error: around it others' code
+    may raise too."""
 
 
 class AttentionPlain(torch.autograd.Function):
@@ -69,7 +64,10 @@ class AttentionPlain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, scale, causal, gqa):
-        out, lse = plain_forward(q, k, v, scale, causal, gqa)
+        try:
+            out, lse = ops.plain_forward(q, k, v, scale, causal, gqa)
+        except (RuntimeError, OrchardError):
+            raise Refused from None
         ctx.save_for_backward(out, lse, q, k, v)
         ctx.options = scale, causal
         ctx.set_materialize_grads(False)
@@ -127,12 +125,16 @@ _record_plain = super(torch.autograd.Function, AttentionPlain).apply
 _record = super(torch.autograd.Function, AttentionFast).apply
 
 
-def record_plain(q, k, v, scale, causal, gqa) -> torch.Tensor:
-    """AttentionPlain.apply, as AttentionFast's; a plain function, which costs less to find."""
-    if _unwrap_if_dead is None:
-        return AttentionPlain.apply(q, k, v, scale, causal, gqa)
-    return _record_plain(_unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v), scale, causal,
-                         gqa)
+def record_plain(q, k, v, scale, causal, gqa) -> Optional[torch.Tensor]:
+    """AttentionPlain.apply, as AttentionFast's; a plain function, which costs less to find. None: the
+    op refused."""
+    try:
+        if _unwrap_if_dead is None:
+            return AttentionPlain.apply(q, k, v, scale, causal, gqa)
+        return _record_plain(_unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v), scale,
+                             causal, gqa)
+    except Refused:
+        return None
 
 
 class Attention(torch.autograd.Function):

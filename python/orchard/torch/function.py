@@ -271,11 +271,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], causal: bool
     if (not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and q.dim() == 4)
             or not (scale is None or type(scale) is float) or any_onlooker()):
         return None
+    if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return autograd.record_plain(q, k, v, scale, causal, gqa)
     try:
-        if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return autograd.record_plain(q, k, v, scale, causal, gqa)
-        return autograd.plain_forward(q, k, v, scale, causal, gqa)[0]
-    except autograd.Refused:
+        return ops.plain_forward(q, k, v, scale, causal, gqa)[0]
+    except (RuntimeError, OrchardError):
         return None
 
 
