@@ -50,9 +50,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DEVICES = ("cpu", "mps")
 _LARGEST_HEAD = 512
 
-# Private names of torch, each with a harmless stand-in where a torch lacks it.
-_functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 0)
+# Private, so it may be absent: then every mode is taken for one that should see the call.
 _mode_at = getattr(torch._C, "_get_function_stack_at", None)
 
 
@@ -73,7 +71,7 @@ def _why_not_now() -> Optional[str]:
     # The flag is there for all threads: those that export have a mode at work.
     if _onlookers.exporting() and (compiling or _onlookers.dispatch_modes()):
         return "torch.export, whose programs must run anywhere"
-    if not compiling and _functorch_active() and _transforms_refused():
+    if not compiling and _onlookers.functorch_active() and _transforms_refused():
         return "torch.func transforms other than grad and vmap"
     if _onlookers.forward_mode():
         return "forward-mode differentiation"
@@ -81,7 +79,7 @@ def _why_not_now() -> Optional[str]:
         return None
     if torch.jit.is_tracing():
         return "torch.jit tracing"
-    for at in range(_modes()):
+    for at in range(_onlookers.function_modes()):
         if _mode_at is None or type(_mode_at(at)) is not DeviceContext:
             return "a TorchFunctionMode that should see the call"
     return None

@@ -55,14 +55,19 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_options(option, dtype):
+def drawn(option, dtype):
+    """[q, k, v] and the arguments beside them."""
     torch.manual_seed(len(option))
     options = OPTIONS[option](dtype)
     G = options.pop("G", H)
-    tensors = [rand(B, H, T, D, dtype=dtype), rand(B, G, S, D, dtype=dtype),
-               rand(B, G, S, E, dtype=dtype)]
+    return [rand(B, H, T, D, dtype=dtype), rand(B, G, S, D, dtype=dtype),
+            rand(B, G, S, E, dtype=dtype)], options
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(option, dtype):
+    tensors, options = drawn(option, dtype)
     judge(attention, tensors, options, option)
 
 
@@ -82,11 +87,7 @@ TORCHS = ["plain", "causal", "scale", "scale_zero", "gqa", "mqa_causal", "mask_2
 @pytest.mark.parametrize("option", TORCHS)
 def test_against_torchs_math_path(option, dtype):
     """Output and all gradients; the judge in fp64 and what sets the bar are torch's own."""
-    torch.manual_seed(len(option))
-    options = OPTIONS[option](dtype)
-    G = options.pop("G", H)
-    given = [rand(B, H, T, D, dtype=dtype), rand(B, G, S, D, dtype=dtype),
-             rand(B, G, S, E, dtype=dtype)]
+    given, options = drawn(option, dtype)
     mask = options.pop("attn_mask", None)
     if mask is not None and mask.is_floating_point():
         given.append(mask)
