@@ -30,6 +30,8 @@ def honest_scores(q, k, attn_mask, is_causal, scale, fault):
         attn_mask = attn_mask[:, :1]
     if fault == "16-bit index in the mask" and attn_mask is not None:
         attn_mask = attn_mask[..., torch.arange(s) % 32768]
+    if fault == "mask rounded to 16 bits" and additive:
+        attn_mask = attn_mask.bfloat16().float()
     if fault == "gradient of the mask cut" and additive:
         attn_mask = attn_mask.detach()
     product = q @ k.transpose(-1, -2)
@@ -119,6 +121,17 @@ def misread(x):
     return torch.as_strided(x, x.shape, torch.empty(x.shape).stride(), x.storage_offset())
 
 
+def short_index(x):
+    """What a kernel reads whose indices have 32 bits; the gradient is x's."""
+    steps = [step % 2**32 for step in x.stride()]
+    return x + (torch.as_strided(x.detach(), x.shape, steps, x.storage_offset()) - x).detach()
+
+
+def late_rows_lost(grad):
+    """Backward stops after the first 512 queries."""
+    return torch.where(torch.arange(grad.shape[2]).view(-1, 1) < 512, grad, torch.zeros_like(grad))
+
+
 def shared_buffer(out):
     """Backward uses the size of the call that came last."""
     memory["last"] = out.shape[0]
@@ -144,6 +157,8 @@ def planted(fault=None):
             q.data.mul_(1.5)
         if fault == "query strides ignored":
             q = misread(q)
+        if fault == "32-bit index of keys":
+            k = short_index(k)
         if q.dtype in (torch.float16, torch.bfloat16):
             q, k, v = q.float(), k.float(), v.float()
         if enable_gqa:
@@ -169,6 +184,8 @@ def planted(fault=None):
             out = Elementwise.apply(q, k, v, out.detach(), 1 / math.sqrt(q.shape[-1]))
         if fault == "strides of the gradient ignored":
             out = GradientOnly.apply(out, misread)
+        if fault == "gradient of late queries lost":
+            out = GradientOnly.apply(out, late_rows_lost)
         if fault == "state shared between graphs":
             out = shared_buffer(out)
         if fault == "state of the first batch size":

@@ -376,30 +376,61 @@ def flat_memory(target: Target, device: str) -> Verdict:
 
 @guarded
 def far_elements(target: Target, device: str) -> Verdict:
-    """Batch elements of k and v that lie 2^31 elements apart; pages between are never touched."""
+    """Batch elements that lie 2^31 or 2^32 elements apart: a 32-bit index, signed or not, finds
+    something else. Pages between are never touched."""
     problem = Problem(B=2, H=2, T=20, S=40, D=32, dtype="float16")
-    inputs = build(problem, device)
-    apart = 2**31 + 64
-    for name in "kv":
-        x = getattr(inputs, name)
-        block = torch.empty(apart + x[0].numel(), dtype=x.dtype, device=device)
-        far = block.as_strided(x.shape, (apart, *x.stride()[1:]))
-        with torch.no_grad():
-            far.copy_(x)
-        setattr(inputs, name, far.requires_grad_(True))
-        inputs.leaves[name] = getattr(inputs, name)
-    return verdict_of(problem, inputs, ask(target, problem, inputs))
+    worst = Verdict(PASSES, 0.0)
+    for apart in (2**31, 2**32):
+        inputs = build(problem, device)
+        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout}
+        both = sum(x[0].numel() for x in tensors.values())
+        block = torch.empty(apart + 64 + both, dtype=torch.float16, device=device)
+        start = 0
+        for name, x in tensors.items():
+            far = block.as_strided(x.shape, (apart + 64, *x.stride()[1:]), start)
+            far.copy_(x.detach())
+            if name in inputs.leaves:
+                inputs.leaves[name] = far.requires_grad_(True)
+            setattr(inputs, name, far)
+            start += x[0].numel()
+        worst = worst.worse(verdict_of(problem, inputs, ask(target, problem, inputs)))
+    return worst
+
+
+def sampled(inputs: Inputs, rows: Tensor, causal: bool) -> Tensor:
+    """The exact output of some rows of one head, which is all that fits into memory."""
+    q, k, v = (x.cpu().double() for x in (inputs.q, inputs.k, inputs.v))
+    key = torch.arange(k.shape[2])
+    seen = key <= rows.view(-1, 1) if causal else torch.ones(len(rows), len(key), dtype=torch.bool)
+    return formula.attention(q[:, :, rows], k, v, mask=seen.view(1, 1, len(rows), -1))[0]
 
 
 @guarded
 def many_scores(target: Target, device: str) -> Verdict:
-    problem = Problem(B=1, H=1, T=46500, D=4, no_grad=True, causal=True)
-    inputs = build(problem, device)
+    inputs = build(Problem(B=1, H=1, T=46500, D=4, no_grad=True, causal=True), device)
     with torch.no_grad():
         out = call(target, inputs)
     rows = torch.tensor([0, 1, 17, 32767, 32768, 46340, 46341, 46499])
-    q = inputs.q.cpu().double()[:, :, rows]
-    k, v = inputs.k.cpu().double(), inputs.v.cpu().double()
-    seen = (torch.arange(46500).view(1, -1) <= rows.view(-1, 1)).view(1, 1, 8, -1)
-    exact = formula.attention(q, k, v, mask=seen)[0]
-    return within({"out": out.cpu()[:, :, rows].double()}, {"out": exact}, 2e-6)
+    return within({"out": out[:, :, rows].double()}, {"out": sampled(inputs, rows, True)}, 2e-6)
+
+
+@guarded
+def many_scores_backward(target: Target, device: str) -> Verdict:
+    # The second and the third pair lie around the 2^31st and the 2^32nd score.
+    return sampled_gradients(target, device, 65600, [0, 1, 32736, 32737, 65472, 65473, 65599])
+
+
+def sampled_gradients(target: Target, device: str, length: int, rows: List[int]) -> Verdict:
+    """Only sampled rows have an incoming gradient: q gets one there and nowhere else, k and v get
+    theirs from these rows alone, so that the whole of all three can be judged."""
+    inputs = build(Problem(B=1, H=1, T=length, D=4), device)
+    some = torch.zeros(length, 1, dtype=torch.bool, device=device)
+    some[rows] = True
+    inputs.dout = torch.where(some, inputs.dout, torch.zeros_like(inputs.dout))
+    out = call(target, inputs)
+    answers = dict(gradients(out, inputs), out=out[:, :, rows])
+    exact = sampled(inputs, torch.tensor(rows), False)
+    found = torch.autograd.grad(exact, list(inputs.leaves.values()),
+                                inputs.dout[:, :, rows].cpu().double())
+    truth = {"d" + name: x for name, x in zip(inputs.leaves, found)}
+    return within(answers, dict(truth, out=exact.detach()), 1e-5)

@@ -162,6 +162,10 @@ MASKS = [
     Case("additive mask, broadcast", "masks", "contract",
          "sizes of 1 and missing dimensions are repeated",
          several("mask_shape", ("TS", "1HTS", "B11S", "BHT1"), mask="float")),
+    Case("float32 mask beside 16-bit q", "masks", "contract",
+         "added with all its digits, its gradient in float32 too",
+         each(HALVES, mask="float-wide") +
+         each(HALVES, mask="float-wide", mask_shape="1HTS", grads="qkvm")),
     Case("blind rows", "masks", "pytorch #156707, #103749; mlx #2608",
          "a query that sees no key has output 0 and gradients 0",
          each(mask="blind-rows") + each(("float32",), mask="blind")),
@@ -246,12 +250,15 @@ BEHAVIOUR = [
          "far less than one score matrix [B,H,T,S]", check=behaviour.training_memory),
     Case("memory over changing lengths", "memory", "pytorch #152550, #188045, #152344",
          "400 training steps of changing length do not add up", check=behaviour.flat_memory),
-    Case("elements beyond 2^31", "large", "pytorch #197636, #116769",
-         "a key block whose second batch element starts beyond 2^31 elements",
+    Case("elements beyond 2^31 and 2^32", "large", "pytorch #197636, #116769",
+         "tensors whose second batch element starts beyond so many elements",
          check=behaviour.far_elements, large=True),
     Case("more than 2^31 scores", "large", "pytorch #149261, #131865, #135598",
          "T x S beyond 2^31 in one head: sampled rows are right", check=behaviour.many_scores,
          large=True),
+    Case("gradients of more than 2^32 scores", "large", "pytorch #197636",
+         "T x S beyond 2^32 in one head: what sampled rows hand to q, k and v is right",
+         check=behaviour.many_scores_backward, large=True),
 ]
 
 EXTENSIONS = [

@@ -157,6 +157,8 @@ def make_mask(problem: Problem, kind: str, letters: str, random: torch.Generator
         mask[0] = False
     elif kind == "float":
         mask = torch.randn(full, generator=random, dtype=torch.float64).to(dtype)
+    elif kind == "float-wide":          # float32 beside any q: 100 and a fraction that 16 bits lack
+        mask = 100 + torch.randn(full, generator=random)
     elif kind == "float-inf":           # -inf hides; some queries see nothing
         mask = torch.randn(full, generator=random, dtype=torch.float64).to(dtype)
         mask[~seen] = -math.inf
