@@ -16,8 +16,10 @@ def test_linux_runs_what_this_ci_runs():
     assert COMMANDS["linux"] == [".ci/run"]
 
 
-def test_wheels_are_built_and_checked():
-    assert COMMANDS["wheels"] == ["make wheels", "tools/setup test", "tests/wheel_aarch64_test"]
+def test_wheels_are_built_and_kept():
+    """.ci/run makes them too, and runs those that it can; here they are for whoever wants them."""
+    assert COMMANDS["wheels"] == ["make wheels"]
+    assert JOBS["wheels"]["steps"][-1]["with"]["path"] == "dist/*.whl"
     assert re.search(r"^wheels:.*\n\t.*tools/wheels$", (ROOT / "Makefile").read_text(), re.M)
 
 
