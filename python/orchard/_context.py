@@ -1,7 +1,8 @@
 """A C context per thread and set of options, made when first needed.
 
-A context serves one thread at a time, so every thread has its own; it ends with its thread. After a
-fork the child makes new ones: what the parent's other threads held at that moment is not touched.
+A context serves one thread at a time, so every thread has its own; it ends with its thread, or when
+a device of its was lost. After a fork the child makes new ones: what the parent's other threads held
+at that moment is not touched.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from typing import Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 from . import _structs
-from ._library import check, lib
+from ._library import DeviceError, check, lib
 
 
 class Context:
@@ -37,6 +38,16 @@ class Context:
     def cpu(self) -> str:
         """The instruction set in use: "avx2", "neon" or "scalar"."""
         return lib.orchard_ctx_cpu(self.handle).decode()
+
+    def call(self, function: Callable, *args: Any) -> None:
+        """A C function with this context before its other arguments. Once a device was lost a
+        context fails whatever it is asked: the next call has a new one, which takes the next
+        backend."""
+        try:
+            check(function(self.handle, *args))
+        except DeviceError:
+            _contexts.made = {key: ctx for key, ctx in _contexts.made.items() if ctx is not self}
+            raise
 
     def __del__(self) -> None:
         # Not in a forked child: the memory of the parent's devices is not the child's to free.

@@ -21,7 +21,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 from . import _structs
 from ._context import Context, context
-from ._library import ArgumentError, check, lib
+from ._library import ArgumentError, lib
 from .arrays import Operands, empty_like_kind
 
 _ALIGN = {"top_left": _structs.TOP_LEFT, "bottom_right": _structs.BOTTOM_RIGHT}
@@ -122,7 +122,7 @@ Run = Callable[[Context, str, Any], Any]
 
 
 def _run(ctx: Context, op: str, args: Any) -> None:
-    check(getattr(lib, "orchard_" + op)(ctx.handle, ctypes.byref(args)))
+    ctx.call(getattr(lib, "orchard_" + op), ctypes.byref(args))
 
 
 def shape_of(view: _structs.Tensor) -> Tuple[int, ...]:
@@ -230,8 +230,8 @@ def attention_forward(
         threads: 0 = as many as there are cores. Results do not depend on it.
 
     Raises:
-        OrchardError: its kinds say what was wrong, the text which operand and numbers; nothing was
-            written then.
+        OrchardError: its kinds say what was wrong, the text which operand and numbers. Nothing was
+            written then, unless a device failed at work (DeviceError): results are undefined.
     """
     options = dict(bias=bias, mask=mask, alibi=alibi, sinks=sinks, key_lengths=key_lengths,
                    cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_t=max_t, max_s=max_s,

@@ -39,7 +39,7 @@ class Explanation:
 
 def _explain(ctx: Context, op: str, args: Any) -> Explanation:
     found = _structs.Explanation()
-    check(lib.orchard_explain(ctx.handle, op.encode(), ctypes.byref(args), ctypes.byref(found)))
+    ctx.call(lib.orchard_explain, op.encode(), ctypes.byref(args), ctypes.byref(found))
     asked = tuple((_text(found.name[i]) or "", _text(found.reason[i])) for i in range(found.asked))
     return Explanation(op, _text(found.backend), _text(found.cpu), found.scratch_bytes, asked)
 

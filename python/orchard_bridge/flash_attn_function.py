@@ -89,6 +89,7 @@ def differentiate(needs: int, *given) -> tuple:
     except UnsupportedError:  # ORCHARD_STRICT forbids a fallback
         raise
     except RuntimeError as why:
+        mps_attention.failed("attention_backward", str(why))
         tell(f"{BACKWARD} Metal bwd failed ({why}); falling back to reference attention backward.",
              sys.stderr)
         return on_cpu(needs, *given)
@@ -107,7 +108,8 @@ def on_cpu(needs: int, *given) -> tuple:
     """The same backward, same random numbers, on copies in host memory; results go back."""
     device = given[0].device
     host = (x.cpu() if isinstance(x, Tensor) else x for x in given)
-    return tuple(x.to(device) for x in flash_ops.differentiate(needs, *host))
+    return tuple(None if x is None else x.to(device)
+                 for x in flash_ops.differentiate(needs, *host))
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float = 0.0,

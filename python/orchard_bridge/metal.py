@@ -13,7 +13,6 @@ from orchard.torch.mps import storage_is_shared
 __all__ = ["probe", "storage_is_shared", "why_not"]
 
 
-@functools.lru_cache(maxsize=None)
 def why_not() -> Optional[str]:
     """None if attention, forward and backward, runs on Metal and is right; else the reason."""
     if not torch.backends.mps.is_available():
@@ -21,7 +20,7 @@ def why_not() -> Optional[str]:
         return ("there is no Metal device (torch.backends.mps.is_available() is False)" if built
                 else "this torch was built without MPS, so there is no Metal")
     try:
-        return probe("mps")
+        return probed("mps")
     except Exception as why:
         return f"attention on mps does not work: {type(why).__name__}: {why}"
 
@@ -29,6 +28,15 @@ def why_not() -> Optional[str]:
 def probe(device: str) -> Optional[str]:
     """A small training step there and on the CPU: None if Orchard's kernels ran it, not PyTorch's
     operations in their place, and the two agree."""
+    with torch.inference_mode(False), torch.enable_grad():
+        with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
+            return _step(device)
+
+
+probed = functools.lru_cache(maxsize=None)(probe)  # keeps answers, not errors
+
+
+def _step(device: str) -> Optional[str]:
     from orchard.torch import scaled_dot_product_attention
     results = []
     mps_attention.last.refusal = None

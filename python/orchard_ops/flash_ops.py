@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from orchard.torch import autograd, cpu, ops
+from orchard.torch.operands import TENSORS, without_options
+from orchard.torch.outputs import DK, DQ, DV
 
 from . import state as states
 from .state import Call
 
-# Bits of orchard::attention_backward's `needs`.
-DQ, DK, DV = 1, 2, 4
 
 
 def flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float = 0.0,
@@ -83,8 +83,7 @@ def backward_of(ctx, grad_out: Optional[Tensor], run: Callable[..., tuple]) -> t
     q, k, v, out, lse, seed = ctx.saved_tensors
     call = checked(q, k, v, *ctx.options)
     made = run(needs, folded(grad_out), None, out, lse, *arguments(call, seed))
-    grads = [x.view(of.shape) if wanted else None
-             for x, of, wanted in zip(made, (q, k, v), ctx.needs_input_grad)]
+    grads = [None if x is None else x.view(of.shape) for x, of in zip(made, (q, k, v))]
     return (*grads, None, None, None)
 
 
@@ -101,13 +100,12 @@ def attend(*given) -> Tuple[Tensor, Tensor]:
         raise cpu.translate(error) from None
 
 
-def differentiate(needs: int, *given) -> tuple:
-    """orchard::attention_backward; itself differentiable where gradients are being recorded."""
-    run = autograd.AttentionBackward.apply if torch.is_grad_enabled() else ops.backward
-    try:
-        return run(needs, *given)
-    except RuntimeError as error:
-        raise cpu.translate(error) from None
+def differentiate(needs: int, dout: Tensor, dlse: Optional[Tensor], out: Tensor, lse: Tensor,
+                  *arguments) -> tuple:
+    """orchard::attention_backward, None where not needed; itself differentiable where gradients are
+    being recorded."""
+    return autograd.gradients(needs, dout, dlse, out, lse, arguments[:TENSORS],
+                              arguments[TENSORS:])
 
 
 # ---- Between the two signatures ------------------------------------------------------------------
@@ -153,9 +151,8 @@ def new_seed(call: Call) -> Optional[Tensor]:
 
 def arguments(call: Call, seed: Optional[Tensor]) -> tuple:
     """In the order of orchard::attention_forward's schema."""
-    no_bias_mask_alibi_sinks_lengths_cu = (None,) * 7
-    return (call.q, call.k, call.v, *no_bias_mask_alibi_sinks_lengths_cu, seed, 0, 0, call.scale,
-            call.causal, False, -1, -1, 0.0, call.dropout_p)
+    return (call.q, call.k, call.v,
+            *without_options(call.scale, call.causal, seed, call.dropout_p))
 
 
 # ---- The dispatcher's names ----------------------------------------------------------------------

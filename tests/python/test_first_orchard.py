@@ -16,9 +16,12 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
+import orchard
 import orchard_bridge
 import orchard_ops
+from orchard.reports import ReportLine
 from orchard_bridge import flash_attn_function, metal
 from orchard_ops import flash_ops, state
 
@@ -154,6 +157,31 @@ def test_gradients_of_first_and_second_order(way):
     tensors = qkv(1, 2, 4, 3, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda *x: WAYS[way](*x, 0.5, 0.0, True)[0], tensors)
     assert torch.autograd.gradgradcheck(lambda *x: WAYS[way](*x, 0.5, 0.0, True)[0], tensors)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_second_order_of_many_gradients_at_once(way):
+    """is_grads_batched: an autograd Function inside it would record nothing."""
+    q, k, v = qkv(1, 2, 4, 3, dtype=torch.float64)
+    many = random(3, 1, 2, 4, 3, dtype=torch.float64)
+
+    def second(function):
+        first, = torch.autograd.grad(function(q, k, v), q, many, create_graph=True,
+                                     is_grads_batched=True)
+        return torch.autograd.grad(first.square().sum(), (q, k, v))
+
+    exact = second(lambda *x: formula(*x, 0.5, True))
+    for found, right in zip(second(lambda *x: WAYS[way](*x, 0.5, 0.0, True)[0]), exact):
+        close(found, right, torch.float64)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forward_mode_over_backward_raises(way):
+    q, k, v = qkv(1, 2, 4, 3)
+    out = WAYS[way](q, k, v, 0.5, 0.0, True)[0]
+    dout = torch.ones_like(out)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.autograd.grad(out, q, forward_ad.make_dual(dout, dout))
 
 
 def test_only_the_wanted_gradients():
@@ -355,9 +383,9 @@ def test_compiled_and_fake():
 def no_metal(monkeypatch):
     """A machine without Metal; what this one is, unless it is a Mac."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    metal.why_not.cache_clear()
+    metal.probed.cache_clear()
     yield
-    metal.why_not.cache_clear()
+    metal.probed.cache_clear()
 
 
 def test_enable_flash_says_that_there_is_no_metal(no_metal, capsys, monkeypatch):
@@ -391,7 +419,9 @@ def test_enable_flash_when_metal_is_there(monkeypatch):
 
 def test_the_probe_compares_values(monkeypatch):
     import orchard.torch
-    assert metal.probe("cpu") is None
+    for how in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
+        with how:  # whoever asks, and when
+            assert metal.probe("cpu") is None
     calls = []
 
     def wrong_the_second_time(q, k, v, **options):
@@ -496,6 +526,11 @@ def test_debug_lines_of_metal(monkeypatch, capsys):
                         "reference attention backward.\n")
     assert "succeeded" not in told.out
     assert all(torch.equal(a, b) for a, b in zip(found, right))
+    assert ReportLine("attention_backward", "mps", "the device was lost", 1) in orchard.report()
+    monkeypatch.setenv("ORCHARD_STRICT", "1")
+    calls.clear()
+    with pytest.raises(orchard.UnsupportedError, match="the device was lost. and strict forbids"):
+        train(causal=True)
 
 
 def test_storage_is_shared_since_torch_2_12(monkeypatch):

@@ -170,11 +170,16 @@ def test_halves_packed_sequences_and_dropout_of_a_refused_call(launcher):  # noq
     assert [line.backend for line in launcher.report() if line.reason is None] == ["pytorch"]
 
 
-def test_wrong_lengths_are_an_error_whoever_would_take_the_call(launcher):  # noqa: F811
+@pytest.mark.parametrize("compiles", [True, False])
+def test_wrong_calls_are_errors_whoever_would_take_them(launcher, compiles, monkeypatch):  # noqa: F811
+    if not compiles:
+        monkeypatch.setattr(mps, "launcher", mps.Launcher(NoCompiler()))
     for dtype in (torch.float32, torch.float64):
         placed = [fake_mps.tensor(x) for x in draw(G=4, dtype=dtype).values()]
         with pytest.raises(orchard.ArgumentError, match="key_lengths.1. is 99"):
             attention(*placed, key_lengths=fake_mps.tensor(torch.tensor([5, 99])))
+        with pytest.raises(orchard.ShapeError, match="key_lengths"):
+            attention(*placed, key_lengths=fake_mps.tensor(torch.tensor([5])))
 
 
 def test_the_switch_does_not_lead_back(launcher):  # noqa: F811
@@ -354,9 +359,9 @@ def metal_is_there(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *how, **more: (
         fake_mps.tensor(self) if how == ("mps",) else plain(self, *how, **more)))
     monkeypatch.setenv("USE_FLASH_ATTN", "0")
-    metal.why_not.cache_clear()
+    metal.probed.cache_clear()
     yield
-    metal.why_not.cache_clear()
+    metal.probed.cache_clear()
 
 
 def test_enable_flash_where_the_kernels_run(launcher, metal_is_there):  # noqa: F811

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -89,6 +90,40 @@ def test_forward_mode_over_backward_raises(options):
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         back(forward_ad.make_dual(dout, dout))
     assert back(dout).abs().max() > 0
+
+
+def test_another_threads_forward_mode_changes_nothing():
+    """torch counts the levels of forward AD for all threads together."""
+    q, k, v = leaves()
+    exact = torch.autograd.grad(plain(q, k, v).square().sum(), (q, k, v))
+    inside, done = threading.Event(), threading.Event()
+
+    def differentiates():
+        with forward_ad.dual_level():
+            inside.set()
+            done.wait(60)
+
+    other = threading.Thread(target=differentiates)
+    other.start()
+    inside.wait(60)
+    try:
+        for options in ({}, {"window": (9, 9)}):
+            out = attention(q, k, v, **options)
+            torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), exact)
+    finally:
+        done.set()
+        other.join()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (2, 2)}])
+@pytest.mark.parametrize("second", [False, True])
+def test_errors_of_backward_are_orchards(options, second):
+    """Here a saved tensor comes back in another shape."""
+    q, k, v = leaves()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x[..., :1]):
+        out = attention(q, k, v, **options)
+        with pytest.raises(orchard.ShapeError, match="attention_backward: "):
+            torch.autograd.grad(out.sum(), q, create_graph=second)
 
 
 def test_another_threads_compiler_changes_nothing():
@@ -413,3 +448,13 @@ def test_python_kernel_gives_the_same_bits():
     absent = run(CALL, ORCHARD_TORCH_LIBRARY="/nonexistent/liborchard_torch.so").stdout.split()
     assert python[0] == absent[0] == "python" and "/nonexistent" in " ".join(absent)
     assert chosen[-1] == python[-1] == absent[-1]
+
+
+@pytest.mark.parametrize("library, why", [
+    ("None", "torch .* has no libtorch_cpu where Orchard looks for it"),
+    ("ctypes.CDLL(None)", "torch .* has no aoti_torch_[a-z_]+")])
+def test_why_the_c_kernel_cannot_be_had(library, why):
+    told = run("import ctypes, orchard.torch.cpu as c, orchard.torch.threads as t\n"
+               f"t.torch_library = lambda: {library}\n"
+               "print(c._open(), '-', c.why_not)").stdout.strip()
+    assert re.fullmatch(f"None - {why}", told), told

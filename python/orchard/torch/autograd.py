@@ -15,10 +15,10 @@ from typing import Optional
 import torch
 
 from .._library import OrchardError, UnsupportedError
-from . import batching, onlookers, operands, ops, outputs, second
+from . import batching, cpu, onlookers, operands, ops, outputs, second
 from .onlookers import any_onlooker, compiling
+from .operands import TENSORS
 
-TENSORS = 11  # how many of the arguments are tensors: q ... seed
 NO_FORWARD_MODE = ("attention has no forward-mode derivative (torch.func.jvp, forward AD); "
                    "use reverse mode: torch.func.vjp or backward()")
 
@@ -35,11 +35,19 @@ def _grads_batched(*tensors) -> bool:
         x is not None and _is_legacy_batched(x) for x in tensors)
 
 
-def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
+def _backward(*args):
+    """orchard::attention_backward, with Orchard's exceptions."""
+    try:
+        return ops.backward(*args)
+    except RuntimeError as error:
+        raise cpu.translate(error) from None
+
+
+def gradients(needs: int, dout, dlse, out, lse, tensors, options):
     """dq ... dsinks, None where not needed; differentiable if gradients are being recorded."""
     if not needs or (dout is None and dlse is None):
         return (None,) * 5
-    if onlookers.forward_mode():
+    if onlookers.forward_mode() and onlookers.tangents(dout, dlse, out, lse, *tensors):
         raise UnsupportedError(NO_FORWARD_MODE)
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
@@ -50,7 +58,7 @@ def _gradients(needs: int, dout, dlse, out, lse, tensors, options):
     elif torch.is_grad_enabled():
         made = AttentionBackward.apply(needs, dout, dlse, out, lse, *tensors, *options)
     else:
-        made = ops.backward(needs, dout, dlse, out, lse, *tensors, *options)
+        made = _backward(needs, dout, dlse, out, lse, *tensors, *options)
     return tuple(x if needs >> i & 1 else None for i, x in enumerate(made))
 
 
@@ -80,9 +88,12 @@ class AttentionPlain(torch.autograd.Function):
         if (any_onlooker() or torch.is_grad_enabled() or type(dout) is not torch.Tensor
                 or not needs):
             out, lse, *tensors = (*ctx.saved_tensors, *operands.without_options(*ctx.options))
-            return (*_gradients(needs, dout, None, out, lse, tensors[:TENSORS],
-                                tensors[TENSORS:])[:3], None, None, None)
-        dq, dk, dv = ops.plain_backward(needs, dout, *ctx.saved_tensors, *ctx.options)
+            return (*gradients(needs, dout, None, out, lse, tensors[:TENSORS],
+                               tensors[TENSORS:])[:3], None, None, None)
+        try:
+            dq, dk, dv = ops.plain_backward(needs, dout, *ctx.saved_tensors, *ctx.options)
+        except RuntimeError as error:
+            raise cpu.translate(error) from None
         return dq if q else None, dk if k else None, dv if v else None, None, None, None
 
 
@@ -117,7 +128,7 @@ class AttentionFast(torch.autograd.Function):
         q, k, v, bias, sinks, _, _, _ = ctx.needs_input_grad
         needs = q | k << 1 | v << 2 | bias << 3 | sinks << 4
         out, lse, *tensors = ctx.saved_tensors
-        return (*_gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None, None, None)
+        return (*gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None, None, None)
 
 
 # What Function.apply ends with.
@@ -155,7 +166,7 @@ class Attention(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         needs = sum(bit for at, bit in zip((0, 1, 2, 3, 6), outputs.GRADIENTS) if wanted[at])
-        dq, dk, dv, dbias, dsinks = _gradients(needs, dout, dlse, out, lse, tensors, ctx.options)
+        dq, dk, dv, dbias, dsinks = gradients(needs, dout, dlse, out, lse, tensors, ctx.options)
         return (dq, dk, dv, dbias, None, None, dsinks,
                 *[None] * (TENSORS - 7 + len(ctx.options)))
 
@@ -179,7 +190,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args):
-        return ops.backward(*args)
+        return _backward(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

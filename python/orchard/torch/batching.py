@@ -10,8 +10,9 @@ from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 
+from .outputs import DSINKS
+
 SINKS, CU_SEQLENS, SEED, DROPOUT = 6, 8, 10, 19  # places among the arguments of ops.ATTENTION
-DSINKS = 16                                      # ops.DSINKS
 
 
 def _one_by_one(call: Callable, count: int, in_dims: Sequence, args: Sequence):

@@ -17,7 +17,7 @@ from typing import Optional, Tuple
 import torch
 
 from .. import _library, _structs
-from .._library import ERRORS, OrchardError, ShapeError, check, lib
+from .._library import ERRORS, OrchardError, ShapeError, lib
 from . import operands, outputs, threads
 from .outputs import GRADIENTS, Tensors2, Tensors5, check_present
 
@@ -35,7 +35,7 @@ def forward(q, k, v, *rest) -> Tensors2:
         out, lse = outputs.new_outputs(q, v, packed)
         operands.describe(args.out, out, op, "out")
         operands.describe(args.lse, lse, op, "lse")
-    check(lib.orchard_attention_forward(threads.context().handle, byref(args)))
+    threads.context().call(lib.orchard_attention_forward, byref(args))
     return out, lse
 
 
@@ -52,7 +52,7 @@ def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *re
                                          (q, k, v, bias, sinks)):
         if needs & bit and like is not None:
             operands.describe(getattr(args, name), gradient, op, name)
-    check(lib.orchard_attention_backward(threads.context().handle, byref(args)))
+    threads.context().call(lib.orchard_attention_backward, byref(args))
     return made
 
 
@@ -96,10 +96,13 @@ def _open() -> Optional[ctypes.CDLL]:
     made.orchard_torch_register.restype = ctypes.c_char_p
     made.orchard_torch_last_status.restype = ctypes.c_int32
     backends = threads.BACKENDS
-    missing = torch_library is None or made.orchard_torch_register(
-        torch_library._handle, lib._handle, backends.encode() if backends else None)
+    if torch_library is None:
+        why_not = f"torch {torch.__version__} has no libtorch_cpu where Orchard looks for it"
+        return None
+    missing = made.orchard_torch_register(torch_library._handle, lib._handle,
+                                          backends.encode() if backends else None)
     if missing:
-        why_not = f"torch {torch.__version__} has no {missing}"
+        why_not = f"torch {torch.__version__} has no {missing.decode()}"
         return None
     return made
 

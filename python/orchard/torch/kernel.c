@@ -164,6 +164,21 @@ static orchard_ctx *this_context(journey *j)
     return state->ctx;
 }
 
+/* What a call of the library returned. Once a device was lost a context fails whatever it is asked:
+ * the thread's next call makes a new one, which takes the next backend. */
+static void arrive(journey *j, orchard_status status)
+{
+    if (!status) {
+        return;
+    }
+    fail(j, status, call_orchard_last_error());
+    if (status == ORCHARD_ERROR_DEVICE) {
+        thread_state *state = pthread_getspecific(state_key);
+        call_orchard_ctx_free(state->ctx);
+        state->ctx = NULL;
+    }
+}
+
 static void describe(journey *j, const char *name, handle tensor, bool output, orchard_tensor *to)
 {
     int64_t rank = 0, *sizes, *strides;
@@ -486,10 +501,7 @@ static void run_forward(journey *j, orchard_attention_forward_args *args)
     }
     orchard_ctx *ctx = j->status ? NULL : this_context(j);
     if (ctx) {
-        const orchard_status status = call_orchard_attention_forward(ctx, args);
-        if (status) {
-            fail(j, status, call_orchard_last_error());
-        }
+        arrive(j, call_orchard_attention_forward(ctx, args));
     }
 }
 
@@ -497,10 +509,7 @@ static void run_backward(journey *j, orchard_attention_backward_args *args)
 {
     orchard_ctx *ctx = j->status ? NULL : this_context(j);
     if (ctx) {
-        const orchard_status status = call_orchard_attention_backward(ctx, args);
-        if (status) {
-            fail(j, status, call_orchard_last_error());
-        }
+        arrive(j, call_orchard_attention_backward(ctx, args));
     }
 }
 

@@ -20,12 +20,11 @@ import torch
 
 from . import mps, second
 from .onlookers import TRACED, compiling
+from .operands import TENSORS
 from .outputs import GRADIENTS, Tensors2, Tensors5, new_gradients, new_outputs
 
 # What PyTorch's scaled_dot_product_attention has no word for.
 NO_WORD = ("softcap", "sinks", "cu_seqlens_q")
-
-TENSORS = 11  # how many of the ops' shared arguments are tensors
 
 
 class _Last(threading.local):
@@ -148,6 +147,12 @@ def _note(op: str, reason: str) -> None:
     last.refusal = reason
     if _strict():
         raise mps.Refused(op, reason, " and strict forbids a fallback")
+
+
+def failed(op: str, why: str) -> None:
+    """Orchard's kernels took a call and broke off: counted; an error where no fallback is allowed."""
+    mps.launcher.count(op, why)
+    _note(op, why)
 
 
 def _by_pytorch(op: str) -> None:

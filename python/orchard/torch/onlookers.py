@@ -7,6 +7,8 @@ cache miss.
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -25,8 +27,15 @@ TRACED = (FakeTensor, FunctionalTensor)
 
 
 def forward_mode() -> bool:
-    """Whether forward-mode derivatives are being computed, by torch.func or not."""
+    """Whether forward-mode derivatives are being computed, by torch.func or not; maybe by another
+    thread: torch counts for all of them."""
     return forward_ad._current_level >= 0
+
+
+def tangents(*tensors: Optional[torch.Tensor]) -> bool:
+    """Whether one of them has a forward-mode derivative, or torch.func may hide one."""
+    return functorch_active() or any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def any_onlooker() -> bool:

@@ -16,6 +16,8 @@ DTYPES = {
     torch.bool: _structs.BOOL,
 }
 
+TENSORS = 11  # how many of the arguments that the ops share are tensors: q ... seed
+
 
 def describe(target: _structs.Tensor, tensor: Optional[torch.Tensor], op: str, name: str) -> None:
     """Fills `target` with a torch tensor; the caller keeps the torch tensor alive."""
@@ -32,9 +34,10 @@ def describe(target: _structs.Tensor, tensor: Optional[torch.Tensor], op: str, n
     target.stride[:rank] = tensor.stride()
 
 
-def without_options(scale: Optional[float], causal: bool) -> tuple:
-    """What stands behind q, k, v in the ops' schemas, where there is nothing but these two."""
-    return (None,) * 8 + (0, 0, scale, causal, False, -1, -1, 0.0, 0.0)
+def without_options(scale: Optional[float], causal: bool, seed: Optional[torch.Tensor] = None,
+                    dropout: float = 0.0) -> tuple:
+    """What stands behind q, k, v in the ops' schemas, where there is nothing but these."""
+    return (None,) * 7 + (seed, 0, 0, scale, causal, False, -1, -1, 0.0, dropout)
 
 
 def attention(target: _structs.Attention, op: str, q: torch.Tensor, k: torch.Tensor,

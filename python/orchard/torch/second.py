@@ -13,7 +13,6 @@ from typing import NamedTuple, Optional, Sequence, Tuple, Union
 import torch
 
 Maybe = Optional[torch.Tensor]
-ORDER = ("dout", "dlse", "q", "k", "v", "bias", "sinks")  # what the gradients are functions of
 
 
 class Options(NamedTuple):
