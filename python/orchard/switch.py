@@ -215,8 +215,11 @@ def _with_causal_bias(query, key, value, bias, dropout_p, is_causal, scale, enab
             and not is_causal
             and _why_not(query, key, value, None, dropout_p, False, scale, enable_gqa) is None
             and (bias.seq_len_q, bias.seq_len_kv) == (query.shape[-2], key.shape[-2])):
-        return _serve(query, key, value, None, dropout_p, True, scale, enable_gqa,
-                      causal_alignment="bottom_right")
+        try:
+            return _serve(query, key, value, None, dropout_p, True, scale, enable_gqa,
+                          causal_alignment="bottom_right")
+        except LayoutError:  # not aligned: torch's, the long way
+            pass
     # Comes back here with is_causal or a plain mask instead of the bias.
     return CausalBias._dispatch(query, key, value, bias, dropout_p, is_causal, scale,
                                 **_grouped(enable_gqa))
@@ -329,10 +332,12 @@ def _turn_off() -> None:
 
 
 class Handle:
-    """One `enable()`: undone by leaving its `with` block or by `remove()`, once."""
+    """One `enable()`: undone by leaving its `with` block or by `remove()`; on again in a later
+    block."""
 
     def __init__(self, imported_names: bool) -> None:
         self.imported_names = imported_names
+        self._blocks = 0
 
     def remove(self) -> None:
         """Undoes this enable and no other; a second time does nothing."""
@@ -342,10 +347,17 @@ class Handle:
                 _settle()
 
     def __enter__(self) -> "Handle":
+        with _lock:
+            self._blocks += 1
+            _handles.add(self)
+            _settle()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.remove()
+        with _lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self.remove()
 
 
 def _settle() -> None:

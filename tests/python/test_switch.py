@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from switch_testing import THE, both, clean, close, qkv
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as imported_earlier
 
 from orchard import OrchardError, switch
@@ -29,6 +30,16 @@ def test_with_block_reaches_and_restores():
     assert F.scaled_dot_product_attention is THE.torch
     out = F.scaled_dot_product_attention(q, k, v)
     assert "ScaledDotProduct" in type(out.grad_fn).__name__
+
+
+def test_a_handle_is_on_again_in_a_later_block():
+    handle = switch.enable()
+    for _ in range(2):
+        with handle:
+            with handle:
+                assert F.scaled_dot_product_attention is not THE.torch
+            assert F.scaled_dot_product_attention is not THE.torch
+        assert F.scaled_dot_product_attention is THE.torch
 
 
 def test_exception_inside_with():
@@ -491,4 +502,8 @@ def test_unaligned_tensors_are_torchs():
         with switch.enable():
             found = F.scaled_dot_product_attention(*arguments)
         assert torch.equal(found, THE.torch(*arguments))
-    assert switch.counts() == {"a tensor that is not aligned to its elements": 2}
+    with switch.enable():  # aligned at the lower right, which is Orchard's otherwise
+        bias = causal_lower_right(3, 5)
+        found = F.scaled_dot_product_attention(q[:, :, :3], unaligned, v, bias)
+    torch.testing.assert_close(found, THE.torch(q[:, :, :3], k, v, torch.ones(3, 5).tril(2).bool()))
+    assert switch.counts() == {"a tensor that is not aligned to its elements": 3}
