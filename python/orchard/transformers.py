@@ -47,15 +47,16 @@ try:
                                             eager_mask, sdpa_mask)
     from transformers.utils.import_utils import is_tracing
 except ImportError as _why:
-    raise ImportError("orchard.transformers needs Transformers 5.4 or later (5.22 is tested), whose "
+    raise ImportError("orchard.transformers needs Transformers 5.22 or later, whose "
                       f"mask interface cannot be imported: {_why}") from None
 
 from . import torch as _orchard_torch
 from ._library import ArgumentError, UnsupportedError
 from .reports import report
+from .torch import onlookers as _onlookers
 
 if "q_offset" not in inspect.signature(sdpa_mask).parameters:
-    raise ImportError("orchard.transformers needs Transformers 5.4 or later (5.22 is tested): this "
+    raise ImportError("orchard.transformers needs Transformers 5.22 or later: this "
                       "one does not tell mask functions where the queries stand (q_offset)")
 
 Tensor = torch.Tensor
@@ -86,7 +87,7 @@ _listening = _Listening()
 
 def _because(why: str) -> None:
     """Remembers why `mask` chose its form, for doctor()."""
-    if not torch.compiler.is_compiling():
+    if not _onlookers.compiling():
         _listening.why = why
 
 
@@ -272,7 +273,7 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
                                    "allow_is_bidirectional_skip": False})
     else:
         made = _mask(*args, config=config, **kwargs)
-    if made is not None and not torch.compiler.is_compiling() and _listening.calls is not None:
+    if made is not None and not _onlookers.compiling() and _listening.calls is not None:
         _listening.whys[id(made)] = (made, _listening.why)
     return made
 
@@ -470,7 +471,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         call = (query, key, value)
     out = _orchard_torch.scaled_dot_product_attention(
         *call, given, dropout, causal, scaling, query.shape[1] != key.shape[1], **options)
-    if _listening.calls is not None and not torch.compiler.is_compiling():
+    if _listening.calls is not None and not _onlookers.compiling():
         _heard(module, query, key, attention_mask, _path({**options, "attn_mask": given}, causal))
     if "cu_seqlens_q" in options:
         return out.view(query.shape[0], length, *out.shape[1:]), None

@@ -196,7 +196,7 @@ def test_more_than_one_python_is_tried():
                for program in pathlib.Path(folder).glob("python3.*")
                if re.fullmatch(r"python3\.\d+", program.name)}
     assert {one for one in offered if one and one >= (3, 9)} <= set(tried)
-    print(f"this machine has no second Python: the wheel was tried with {tried} only")
+    pytest.skip(f"this machine has no second Python: the wheel was tried with {tried} only")
 
 
 @pytest.mark.parametrize("program", PYTHONS, ids=lambda p: pathlib.Path(p).name)
