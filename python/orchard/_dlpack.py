@@ -138,9 +138,12 @@ def export(op: str, name: str, array: Any) -> Export:
 _lent: Dict[int, tuple] = {}  # address of what was lent: (it, sizes, strides, memory's owner)
 
 
+# Both run late: where the interpreter is ending, this module's names may be gone already.
+
 @Deleter
 def _given_back(address: int) -> None:
-    _lent.pop(address, None)
+    if _lent is not None:
+        _lent.pop(address, None)
 
 
 _Destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
@@ -153,7 +156,7 @@ _dying_pointer = python_call("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.c_v
 
 @_Destructor
 def _unused(capsule: int) -> None:
-    for kind in (PLAIN, VERSIONED):
+    for kind in (PLAIN, VERSIONED) if _lent is not None else ():
         if _dying_valid(capsule, kind):
             _lent.pop(_dying_pointer(capsule, kind), None)
 

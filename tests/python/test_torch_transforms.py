@@ -140,6 +140,30 @@ def test_vmap_dropout(randomness):
         torch.vmap(lambda x: attention(x, x, x, dropout_p=0.5))(q)
 
 
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("wanted", [(0,), (0, 1)], ids=["dq", "dq, dsinks"])
+def test_vmap_of_dropouts_gradient_with_sinks(randomness, wanted):
+    """The dropout of backward is forward's, whatever gradients are asked for."""
+    q, sinks, step = rand(3, 1, 2, 6, 8), rand(2), torch.zeros(3, 1, 2, 6, 8, dtype=torch.float64)
+
+    def loss(x, s):
+        return attention(x, x, x, sinks=s, dropout_p=0.5).square().sum()
+
+    def mapped(function, *args):
+        torch.manual_seed(1)
+        return torch.vmap(function, (0, None), randomness=randomness)(*args)
+
+    found = mapped(torch.func.grad(loss, argnums=wanted), q, sinks)
+    for at in ((0, 0, 0, 0, 0), (1, 0, 1, 2, 3), (2, 0, 1, 5, 7)):
+        step.zero_()[at] = 1e-6
+        exact = (mapped(loss, q + step, sinks) - mapped(loss, q - step, sinks))[at[0]] / 2e-6
+        torch.testing.assert_close(found[0][at], exact, rtol=1e-5, atol=1e-7)
+    if len(wanted) > 1:
+        step = torch.tensor([1e-6, 0.0], dtype=torch.float64)
+        exact = (mapped(loss, q, sinks + step) - mapped(loss, q, sinks - step)) / 2e-6
+        torch.testing.assert_close(found[1][:, 0], exact, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_replays_dropout(reentrant):
     q, k, v = (rand(2, 4, 9, 8, grad=True) for _ in range(3))

@@ -60,8 +60,11 @@ def _fold_attention(count: int, in_dims: Sequence, args: Sequence,
 
 
 def _unfoldable(in_dims: Sequence, args: Sequence) -> bool:
+    """Forward and backward must say the same where there is dropout: of samples one by one it is
+    another than of a batch. So sinks count there even if all share them: each sample may want its
+    own gradient."""
     return (in_dims[SINKS] is not None or args[CU_SEQLENS] is not None
-            or (args[DROPOUT] > 0 and in_dims[SEED] is None))
+            or (args[DROPOUT] > 0 and (in_dims[SEED] is None or args[SINKS] is not None)))
 
 
 def map_forward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
