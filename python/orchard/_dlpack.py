@@ -138,12 +138,11 @@ def export(op: str, name: str, array: Any) -> Export:
 _lent: Dict[int, tuple] = {}  # address of what was lent: (it, sizes, strides, memory's owner)
 
 
-# Both run late: where the interpreter is ending, this module's names may be gone already.
+# What was lent may outlive this module, when the interpreter ends: what these two need, they hold.
 
 @Deleter
-def _given_back(address: int) -> None:
-    if _lent is not None:
-        _lent.pop(address, None)
+def _given_back(address: int, lent: Any = _lent) -> None:
+    lent.pop(address, None)
 
 
 _Destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
@@ -155,10 +154,15 @@ _dying_pointer = python_call("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.c_v
 
 
 @_Destructor
-def _unused(capsule: int) -> None:
-    for kind in (PLAIN, VERSIONED) if _lent is not None else ():
-        if _dying_valid(capsule, kind):
-            _lent.pop(_dying_pointer(capsule, kind), None)
+def _unused(capsule: int, lent: Any = _lent, kinds: Any = (PLAIN, VERSIONED),
+            valid: Any = _dying_valid, pointer: Any = _dying_pointer) -> None:
+    for kind in kinds:
+        if valid(capsule, kind):
+            lent.pop(pointer(capsule, kind), None)
+
+
+for _for_ever in (_given_back, _unused):
+    python_call("Py_IncRef", None, ctypes.py_object)(_for_ever)
 
 
 def lend(owner: Any, address: int, dtype: int, shape: Tuple[int, ...], versioned: bool) -> Any:

@@ -45,7 +45,7 @@ class OutOfMemoryError(OrchardError, MemoryError):
 
 
 class DeviceError(OrchardError, RuntimeError):
-    """A device failed, was lost, or is not there."""
+    """A device failed or was lost, or an array lies on another one."""
 
 
 class CompileError(OrchardError, RuntimeError):

@@ -401,3 +401,11 @@ def test_our_own_empty_and_scalar_arrays():
     scalar = Array((), _structs.F64)
     scalar.memory()[()] = 2.5
     assert scalar.tolist() == 2.5 and float(np.from_dlpack(scalar)) == 2.5
+
+
+def test_memory_that_is_given_back_when_the_interpreter_ends():
+    code = ("import sys, torch, orchard, orchard.arrays as a, orchard._structs as s\n"
+            "sys.kept = torch.from_dlpack(a.Array((3,), s.F32))\n"
+            "torch.capsule = a.Array((3,), s.F32).__dlpack__()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""

@@ -74,8 +74,10 @@ class AttentionPlain(torch.autograd.Function):
     def forward(ctx, q, k, v, scale, causal, gqa):
         try:
             out, lse = ops.plain_forward(q, k, v, scale, causal, gqa)
-        except (RuntimeError, OrchardError):
-            raise Refused from None
+        except (RuntimeError, OrchardError) as error:
+            if cpu.misused(cpu.translate(error)):
+                raise Refused from None
+            raise
         ctx.save_for_backward(out, lse, q, k, v)
         ctx.options = scale, causal
         ctx.set_materialize_grads(False)

@@ -17,7 +17,8 @@ from typing import Optional, Tuple
 import torch
 
 from .. import _library, _structs
-from .._library import ERRORS, OrchardError, ShapeError, lib
+from .._library import (ERRORS, CompileError, DeviceError, OrchardError, OutOfMemoryError, ShapeError,
+                        UnsupportedError, lib)
 from . import operands, outputs, threads
 from .outputs import GRADIENTS, Tensors2, Tensors5, check_present
 
@@ -133,4 +134,11 @@ def translate(error: RuntimeError) -> Exception:
         return error
     sentence = str(error).split("\n", 1)[0]
     kind = ERRORS.get(_c.orchard_torch_last_status())
-    return kind(sentence) if kind and sentence.startswith(("attention", "ctx_create")) else error
+    ours = sentence.startswith(("attention", "ctx_create", "opencl: ", "metal: "))
+    return kind(sentence) if kind and ours else error
+
+
+def misused(error: Exception) -> bool:
+    """Whether another call may do better, or say better what is wrong: not if this one was right,
+    and there was no backend, memory or device for it."""
+    return not isinstance(error, (UnsupportedError, OutOfMemoryError, DeviceError, CompileError))

@@ -275,8 +275,10 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], causal: bool
         return autograd.record_plain(q, k, v, scale, causal, gqa)
     try:
         return ops.plain_forward(q, k, v, scale, causal, gqa)[0]
-    except (RuntimeError, OrchardError):
-        return None
+    except (RuntimeError, OrchardError) as error:
+        if cpu.misused(cpu.translate(error)):
+            return None
+        raise
 
 
 def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias,
