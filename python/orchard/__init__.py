@@ -16,6 +16,7 @@ first used, `import orchard` never does.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any, List
 
 from ._library import (ArgumentError, CompileError, DeviceError, DtypeError, FileError,
@@ -54,4 +55,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
-    return sorted(set(globals()) | set(_SWITCHES))
+    """With the switches only where there is torch: who lists names (`help`) gets them all."""
+    found = importlib.util.find_spec("torch") is not None
+    return sorted(set(globals()) | set(_SWITCHES if found else ()))

@@ -126,6 +126,25 @@ def test_errors_of_backward_are_orchards(options, second):
             torch.autograd.grad(out.sum(), q, create_graph=second)
 
 
+def test_errors_of_others_stay_theirs():
+    """Of a saved-tensor hook, say, even if they sound like Orchard's and one of those came before."""
+    class Full(RuntimeError):
+        pass
+
+    def full(tensor, kind):
+        raise kind("attention cache is full")
+
+    q, k, v = leaves()
+    for options in ({}, {"window": (2, 2)}):
+        for kind in (Full, RuntimeError):
+            with pytest.raises(orchard.ShapeError):
+                attention(q, k[..., :2], v, **options)
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: full(x, kind), lambda x: x):
+                with pytest.raises(RuntimeError, match="attention cache is full") as caught:
+                    attention(q, k, v, **options)
+            assert type(caught.value) is kind
+
+
 def test_another_threads_compiler_changes_nothing():
     """torch.compiler.is_compiling() says yes in all threads while one of them compiles."""
     q, k, v = leaves()

@@ -75,9 +75,8 @@ class AttentionPlain(torch.autograd.Function):
         try:
             out, lse = ops.plain_forward(q, k, v, scale, causal, gqa)
         except (RuntimeError, OrchardError) as error:
-            if cpu.misused(cpu.translate(error)):
-                raise Refused from None
-            raise
+            found = cpu.translate(error)
+            raise (Refused if cpu.misused(found) else found) from None
         ctx.save_for_backward(out, lse, q, k, v)
         ctx.options = scale, causal
         ctx.set_materialize_grads(False)

@@ -95,7 +95,7 @@ def _open() -> Optional[ctypes.CDLL]:
         return None
     made.orchard_torch_register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p]
     made.orchard_torch_register.restype = ctypes.c_char_p
-    made.orchard_torch_last_status.restype = ctypes.c_int32
+    made.orchard_torch_take_status.restype = ctypes.c_int32
     backends = threads.BACKENDS
     if torch_library is None:
         why_not = f"torch {torch.__version__} has no libtorch_cpu where Orchard looks for it"
@@ -130,10 +130,10 @@ def kernel() -> str:
 
 def translate(error: RuntimeError) -> Exception:
     """What kernel.c raised, as the exception that Python's kernel would have raised."""
-    if _c is None or isinstance(error, OrchardError):
+    if _c is None or type(error) is not RuntimeError:
         return error
     sentence = str(error).split("\n", 1)[0]
-    kind = ERRORS.get(_c.orchard_torch_last_status())
+    kind = ERRORS.get(_c.orchard_torch_take_status())
     ours = sentence.startswith(("attention", "ctx_create", "opencl: ", "metal: "))
     return kind(sentence) if kind and ours else error
 

@@ -276,9 +276,10 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], causal: bool
     try:
         return ops.plain_forward(q, k, v, scale, causal, gqa)[0]
     except (RuntimeError, OrchardError) as error:
-        if cpu.misused(cpu.translate(error)):
+        found = cpu.translate(error)
+        if cpu.misused(found):
             return None
-        raise
+        raise found from None
 
 
 def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias,

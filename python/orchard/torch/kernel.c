@@ -585,10 +585,13 @@ static void plain_backward(word *stack, word input_count, word output_count)
 
 /* ---- What cpu.py calls ------------------------------------------------------------------- */
 
-/* The status behind this thread's last raised sentence, for the exception's class. */
-ORCHARD_API int32_t orchard_torch_last_status(void)
+/* The status behind this thread's last raised sentence, for the exception's class; once, so that it
+ * is not taken for that of somebody else's sentence later. */
+ORCHARD_API int32_t orchard_torch_take_status(void)
 {
-    return last_status;
+    const orchard_status taken = last_status;
+    last_status = ORCHARD_OK;
+    return taken;
 }
 
 static const char *find(void *torch, void *orchard)
