@@ -62,10 +62,13 @@ def _dtype(op: str, name: str, text: str, item: int) -> int:
 
 
 def export(op: str, name: str, array: Any) -> Export:
-    """Holds the array's buffer; the caller releases it."""
+    """Holds the array's buffer by a memoryview, which gives it back however this ends: Ctrl-C may
+    come between any two lines."""
+    owner = memoryview(array)  # raises by itself
     view = _PyBuffer()
-    _get(array, ctypes.byref(view), _FULL_READ_ONLY)  # raises by itself
+    seen = ctypes.byref(view)
     try:
+        _get(owner, seen, _FULL_READ_ONLY)
         rank, item = view.ndim, view.itemsize
         shape = view.shape[:rank] if view.shape else []
         if view.suboffsets and any(offset >= 0 for offset in view.suboffsets[:rank]):
@@ -74,11 +77,9 @@ def export(op: str, name: str, array: Any) -> Export:
         # Absent strides mean dense: ctypes' own arrays leave them out though they were asked for.
         strides = (element_strides(op, name, shape, view.strides[:rank], item)
                    if rank and view.strides else None)
-        return Export(view.buf or 0, dtype, shape, strides, bool(view.readonly),
-                      lambda: _release(ctypes.byref(view)))
-    except BaseException:
-        _release(ctypes.byref(view))
-        raise
+        return Export(view.buf or 0, dtype, shape, strides, bool(view.readonly), owner=owner)
+    finally:
+        _release(seen)  # nothing, where nothing was got
 
 
 def export_bfloat16(op: str, name: str, array: Any) -> Export:

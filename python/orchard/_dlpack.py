@@ -1,8 +1,9 @@
 """DLPack through ctypes: torch tensors, JAX arrays, and whatever else exports `__dlpack__`.
 
-An exporter hands out a capsule; whoever takes it renames it and from then on must call the deleter
-inside, once. Both kinds of capsule are read: "dltensor", and since DLPack 1.0 "dltensor_versioned",
-which also says whether the memory is read-only or a copy. Only memory of the CPU is taken.
+An exporter hands out a capsule. Who wants the memory for good renames it and calls the deleter inside;
+here it is kept as it is for as long as a call lasts, and then gives the memory back by itself. Both
+kinds are read: "dltensor", and since DLPack 1.0 "dltensor_versioned", which also says whether the
+memory is read-only or a copy. Only memory of the CPU is taken.
 """
 
 from __future__ import annotations
@@ -53,11 +54,9 @@ class DLManagedTensorVersioned(ctypes.Structure):
 
 _valid = python_call("PyCapsule_IsValid", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 _pointer = python_call("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-_rename = python_call("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 
 # A capsule keeps the address of its name, not a copy: these live as long as the module.
 PLAIN, VERSIONED = b"dltensor", b"dltensor_versioned"
-_USED = {PLAIN: b"used_dltensor", VERSIONED: b"used_dltensor_versioned"}
 
 
 def _capsule(op: str, name: str, array: Any) -> Any:
@@ -78,34 +77,23 @@ def _refuse_device(op: str, name: str, device: Tuple[int, int]) -> None:
 
 
 def take(op: str, name: str, capsule: Any) -> Export:
-    """Takes over what the capsule holds; the Export's release calls its deleter."""
+    """What the capsule holds; the Export keeps the capsule."""
     kind = next((kind for kind in (VERSIONED, PLAIN) if _valid(capsule, kind)), None)
     if kind is None:
         raise ArgumentError(f"{op}: {name}'s __dlpack__ gave {type(capsule).__name__}, "
                             "not a DLPack capsule that nobody has used")
-    address = _pointer(capsule, kind)
     managed: Any = (DLManagedTensorVersioned if kind == VERSIONED else DLManagedTensor
-                    ).from_address(address)
-    _rename(capsule, _USED[kind])
-
-    def give_back() -> None:
-        if managed.deleter:
-            Deleter(managed.deleter)(address)
-
-    try:
-        flags = 0
-        if kind == VERSIONED:
-            if managed.major != 1:
-                raise ArgumentError(f"{op}: {name} comes as DLPack {managed.major}."
-                                    f"{managed.minor}, versions 0 and 1 are known")
-            flags = managed.flags
-        return _read(op, name, managed.tensor, flags, give_back)
-    except BaseException:
-        give_back()
-        raise
+                    ).from_address(_pointer(capsule, kind))
+    flags = 0
+    if kind == VERSIONED:
+        if managed.major != 1:
+            raise ArgumentError(f"{op}: {name} comes as DLPack {managed.major}."
+                                f"{managed.minor}, versions 0 and 1 are known")
+        flags = managed.flags
+    return _read(op, name, managed.tensor, flags, capsule)
 
 
-def _read(op: str, name: str, tensor: DLTensor, flags: int, give_back: Any) -> Export:
+def _read(op: str, name: str, tensor: DLTensor, flags: int, capsule: Any) -> Export:
     if tensor.device_type != CPU:
         _refuse_device(op, name, (tensor.device_type, tensor.device_id))
     dtype = _DTYPES.get((tensor.code, tensor.bits))
@@ -117,7 +105,7 @@ def _read(op: str, name: str, tensor: DLTensor, flags: int, give_back: Any) -> E
     shape = tensor.shape[:rank] if rank else []
     strides = tensor.strides[:rank] if rank and tensor.strides else None
     return Export((tensor.data or 0) + tensor.byte_offset, dtype, shape, strides,
-                  bool(flags & READ_ONLY), give_back, bool(flags & IS_COPIED))
+                  bool(flags & READ_ONLY), bool(flags & IS_COPIED), capsule)
 
 
 def export(op: str, name: str, array: Any) -> Export:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Callable, Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 from . import _structs
 from ._library import LayoutError, ShapeError
@@ -41,12 +41,10 @@ def dense_strides(shape: Sequence[int]) -> Tuple[int, ...]:
 class Export:
     """Memory of another object, held until `release`; strides are in elements."""
 
-    __slots__ = ("address", "dtype", "shape", "strides", "read_only", "copied", "_owner",
-                 "_give_back")
+    __slots__ = ("address", "dtype", "shape", "strides", "read_only", "copied", "_owner")
 
     def __init__(self, address: int, dtype: int, shape: Sequence[int],
-                 strides: Optional[Sequence[int]], read_only: bool,
-                 give_back: Optional[Callable[[], None]] = None, copied: bool = False,
+                 strides: Optional[Sequence[int]], read_only: bool, copied: bool = False,
                  owner: Any = None) -> None:
         self.address = address
         self.dtype = dtype
@@ -54,13 +52,12 @@ class Export:
         self.strides = dense_strides(self.shape) if strides is None else tuple(strides)
         self.read_only = read_only
         self.copied = copied
-        self._owner = owner  # kept alive, where that is all it takes
-        self._give_back = give_back
+        self._owner = owner  # as long as it lives, so does the memory
 
     def release(self) -> None:
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
+        owner, self._owner = self._owner, None
+        if isinstance(owner, memoryview):  # others may hold it too: a traceback's frames
+            owner.release()
 
     def tensor(self, op: str, name: str) -> _structs.Tensor:
         """The C view. What C checks (dtype, alignment, negative strides) is left to C."""

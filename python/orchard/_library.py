@@ -93,7 +93,9 @@ def _open() -> ctypes.CDLL:
         try:
             call = getattr(library, name)
         except AttributeError:
-            found = library.orchard_version
+            found = getattr(library, "orchard_version", None)
+            if found is None:
+                raise ImportError(f"orchard: {where} is not Orchard's C library") from None
             found.restype = ctypes.c_char_p
             raise ImportError(f"orchard: {where} is version {found().decode()} and has no {name}: "
                               "it does not belong to this Python package") from None
@@ -107,7 +109,7 @@ lib = _open()
 def check(status: int) -> None:
     """Raises what a negative status stands for, with the C library's sentence."""
     if status:
-        raise ERRORS.get(status, InternalError)(lib.orchard_last_error().decode())
+        raise ERRORS.get(status, InternalError)(lib.orchard_last_error().decode("utf-8", "replace"))
 
 
 def version() -> str:

@@ -52,7 +52,14 @@ def export(op: str, name: str, array: Any) -> Export:
         if array.is_neg():  # its memory holds the opposite of its values, and DLPack does not tell
             raise LayoutError(f"{op}: {name} is a negated view of other memory: pass "
                               f"{name}.resolve_neg()")
+        _check_unwatched(op, name)
+        if sys.modules["torch"].autograd.forward_ad.unpack_dual(array).tangent is not None:
+            raise ArgumentError(f"{op}: {name} has a forward-mode derivative, which orchard.{op} would "
+                                "lose")
         return _dlpack.export(op, name, array)
+    if _is_of("numpy.ma", "MaskedArray", array):
+        raise ArgumentError(f"{op}: {name} is a masked array, and its mask would be lost: pass "
+                            f"{name}.filled(...), and what attention must not see as mask=")
     if isinstance(array, Array):
         return array._export()
     if _is_of("numpy", "ndarray", array) and str(array.dtype) == "bfloat16":
@@ -69,6 +76,15 @@ def export(op: str, name: str, array: Any) -> Export:
         return _dlpack.export(op, name, array)
     raise ArgumentError(f"{op}: {name} is {_article(type(array).__name__)}, which has neither "
                         "DLPack nor the buffer protocol")
+
+
+def _check_unwatched(op: str, name: str) -> None:
+    """A program that torch traces would hold the results' memory without the call."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    mode = getattr(proxies, "get_proxy_mode", lambda: None)()
+    if mode is not None or sys.modules["torch"].jit.is_tracing():
+        raise ArgumentError(f"{op}: {name} is being traced, and orchard.{op} leaves no trace: call "
+                            "orchard.torch.scaled_dot_product_attention")
 
 
 def _article(word: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 from . import _structs
 from ._context import Context, context
-from ._library import ArgumentError, lib
+from ._library import ArgumentError, OutOfMemoryError, lib
 from .arrays import Operands, empty_like_kind
 
 _ALIGN = {"top_left": _structs.TOP_LEFT, "bottom_right": _structs.BOTTOM_RIGHT}
@@ -44,7 +44,7 @@ def _integer(op: str, name: str, value: Any, low: int, high: int) -> int:
     """ctypes would cut a number that does not fit; this refuses it."""
     try:
         number = operator.index(value)
-    except TypeError:
+    except Exception:
         raise ArgumentError(f"{op}: {name} is {value!r}, must be an integer") from None
     if not low <= number <= high:
         raise ArgumentError(f"{op}: {name} is {number}, must be {low} ... {high}")
@@ -66,7 +66,7 @@ def _real(op: str, name: str, value: Any) -> float:
         raise ArgumentError(f"{op}: {name} is {value!r}, must be a number")
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError) as why:
+    except Exception as why:
         raise ArgumentError(f"{op}: {name} is no number that fits: {why}") from None
 
 
@@ -110,8 +110,8 @@ def _fill(operands: Operands, into: _structs.Attention, options: Dict[str, Any])
 def _context(op: str, backend: Any, threads: Any) -> Context:
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(f"{op}: backend is {backend!r}, must be a name such as \"cpu\"")
-    if backend is not None and "\0" in backend:
-        raise ArgumentError(f"{op}: backend is {backend!r}, which no backend is called")
+    if backend is not None and not (backend.isascii() and backend.isprintable()):
+        raise ArgumentError(f"{op}: backend is {backend[:100]!r}, which no backend is called")
     return context(threads=_integer(op, "threads", threads, -2**31, 2**31 - 1),
                    backend=backend or None)
 
@@ -123,6 +123,14 @@ Run = Callable[[Context, str, Any], Any]
 
 def _run(ctx: Context, op: str, args: Any) -> None:
     ctx.call(getattr(lib, "orchard_" + op), ctypes.byref(args))
+
+
+def _new(op: str, name: str, like: Any, shape: Tuple[int, ...], dtype: int) -> Any:
+    """A result of the kind of `like`; whatever its library says where there is no memory."""
+    try:
+        return empty_like_kind(like, shape, dtype)
+    except (MemoryError, OverflowError, RuntimeError, ValueError) as why:
+        raise OutOfMemoryError(f"{op}: no memory for {name}, {list(shape)}: {why}") from why
 
 
 def shape_of(view: _structs.Tensor) -> Tuple[int, ...]:
@@ -143,9 +151,9 @@ def forward(run: Run, q: Any, k: Any, v: Any, out: Any, lse: Any, backend: Any, 
             # q's rows, with v's head size and without one: in every layout.
             rows, last = shape_of(views.q)[:-1], shape_of(views.v)[-1:]
             if out is None:
-                out = empty_like_kind(q, rows + last, views.q.dtype)
+                out = _new(op, "out", q, rows + last, views.q.dtype)
             if lse is None:
-                lse = empty_like_kind(q, rows, lse_dtype(views.q.dtype))
+                lse = _new(op, "lse", q, rows, lse_dtype(views.q.dtype))
         args.out = operands.output("out", out)
         args.lse = operands.output("lse", lse)
         return out, lse, run(_context(op, backend, threads), op, args)
@@ -188,7 +196,7 @@ def backward(run: Run, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dl
             source = sources[name]
             if results[name] is None and source is not None:
                 view = getattr(args.attention, name[1:])
-                results[name] = empty_like_kind(source, shape_of(view), view.dtype)
+                results[name] = _new(op, name, source, shape_of(view), view.dtype)
             elif results[name] is None and name in ("dbias", "dsinks"):
                 raise ArgumentError(f"{op}: {name} is wanted without {name[1:]}")
             setattr(args, name, operands.output(name, results[name]))

@@ -6,12 +6,48 @@
 
 static _Thread_local char sentence[512];
 
+/* How many bytes the letter has that begins here; 0: this is no UTF-8. */
+static int letter(const unsigned char *text)
+{
+    const unsigned char first = text[0], second = first ? text[1] : 0;
+    int more = first < 0x80   ? 0
+               : first < 0xC2 ? -1
+               : first < 0xE0 ? 1
+               : first < 0xF0 ? 2
+               : first < 0xF5 ? 3
+                              : -1;
+    if ((first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F) ||
+        (first == 0xF0 && second < 0x90) || (first == 0xF4 && second > 0x8F)) {
+        more = -1;
+    }
+    for (int i = 1; i <= more; i++) {
+        if ((text[i] & 0xC0) != 0x80) {
+            return 0;
+        }
+    }
+    return more + 1;
+}
+
+/* Question marks for what is no UTF-8, as a file's name in another encoding or a letter that was cut
+ * in two at the end: most languages refuse such a string as a whole. */
+static void keep_utf8(char *text)
+{
+    while (*text) {
+        const int bytes = letter((const unsigned char *)text);
+        if (!bytes) {
+            *text = '?';
+        }
+        text += bytes ? bytes : 1;
+    }
+}
+
 orchard_status orch_fail(orchard_status status, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(sentence, sizeof sentence, format, arguments);
     va_end(arguments);
+    keep_utf8(sentence);
     return status;
 }
 

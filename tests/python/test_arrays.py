@@ -2,8 +2,10 @@
 import array
 import ctypes
 import gc
+import signal
 import subprocess
 import sys
+import time
 import weakref
 
 import numpy as np
@@ -210,7 +212,15 @@ class Exporter:
             self.managed.major = self.changes.get("major", 1)
             self.managed.flags = self.changes.get("flags", 0)
         self.name = _dlpack.VERSIONED if self.versioned else _dlpack.PLAIN
-        return NEW_CAPSULE(ctypes.addressof(self.managed), self.name, None)
+        return NEW_CAPSULE(ctypes.addressof(self.managed), self.name, self.destructor())
+
+    def destructor(self):
+        """Calls the deleter, as an exporter's must for a capsule that nobody renamed."""
+        @ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+        def end(capsule):
+            self.count(ctypes.addressof(self.managed))
+        self.end = end
+        return ctypes.cast(end, ctypes.c_void_p)
 
     def deleter(self):
         @_dlpack.Deleter
@@ -247,6 +257,7 @@ def test_dlpack_that_is_refused_is_given_back_once(changes, error, words):
     x = Exporter(numbers(2, 3), **changes)
     with pytest.raises(error, match=words):
         export("test", "x", x)
+    gc.collect()  # the error knew where it came from
     assert x.deleted == 1
 
 
@@ -409,3 +420,64 @@ def test_memory_that_is_given_back_when_the_interpreter_ends():
             "torch.capsule = a.Array((3,), s.F32).__dlpack__()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""
+
+
+# ---- What would be lost without a word -----------------------------------------------------------
+
+
+def test_tensors_that_are_watched_are_refused():
+    from torch.autograd import forward_ad
+    from torch.fx.experimental.proxy_tensor import make_fx
+    x = torch.randn(1, 2, 5, 8)
+
+    def call(y):
+        return orchard.attention_forward(y, y, y)[0]
+
+    with forward_ad.dual_level():
+        with pytest.raises(orchard.ArgumentError, match="q has a forward-mode derivative"):
+            call(forward_ad.make_dual(x, x))
+        assert torch.equal(call(x), call(x.clone()))
+    with pytest.raises(orchard.ArgumentError, match="q is being traced"):
+        make_fx(call)(x)
+    with pytest.raises(orchard.ArgumentError, match="q is being traced"):
+        torch.jit.trace(call, x, check_trace=False)
+
+
+def test_masked_arrays_are_refused():
+    q = numbers(1, 2, 3, 4)
+    with pytest.raises(orchard.ArgumentError, match="k is a masked array, and its mask would be lost"):
+        orchard.attention_forward(q, np.ma.masked_array(q, q > 0), q)
+
+
+def test_no_memory_for_a_result():
+    one = np.ones((1, 1, 1, 1), np.float32)
+    q, v = np.broadcast_to(one, (64, 4096, 2**30, 1)), np.broadcast_to(one, (64, 4096, 1, 512))
+    k = np.broadcast_to(one, (64, 4096, 1, 1))
+    for kind in (np.asarray, lambda x: torch.as_strided(torch.ones(1), x.shape, (0,) * 4), memoryview):
+        with pytest.raises(orchard.OutOfMemoryError, match=r"no memory for out, \[64, 4096, 1073"):
+            orchard.attention_forward(kind(q), kind(k), kind(v))
+
+
+@pytest.mark.parametrize("kind", [lambda block: memoryview(block).cast("f", [1, 1, 8, 8]),
+                                  lambda block: np.frombuffer(block, "f4").reshape(1, 1, 8, 8)])
+def test_an_interrupt_leaves_nothing_held(kind):
+    """A bytearray that is held cannot grow."""
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before, deadline = signal.signal(signal.SIGALRM, interrupt), time.monotonic() + 3
+    try:
+        while time.monotonic() < deadline:
+            block = bytearray(4 * 8 * 8)
+            x = kind(block)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, RNG.uniform(2e-5, 4e-4))
+                while True:
+                    orchard.attention_forward(x, x, x)
+            except KeyboardInterrupt:
+                pass
+            del x
+            block.append(0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -193,6 +194,9 @@ def test_isolated_crash_and_hang_end_only_their_case(monkeypatch):
 
 def test_status_json_and_page(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "planted_targets.py").write_text("raise SystemExit")
+    (tmp_path / "planted_targets_broken.py").write_text("raise RuntimeError('not today')")
     file, page = tmp_path / "x.json", tmp_path / "x.md"
     words = ["--only", "scale 1", "--json", str(file), "--markdown", str(page)]
     assert main(["--target", "planted_attention:honest", *words]) == 0
@@ -211,8 +215,36 @@ def test_status_json_and_page(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("conformance: target 'tensorflow' is none of torch,")
     assert main(["--target", "torch", "--only", "no such case"]) == 2
     assert "no case contains" in capsys.readouterr().err
+    for words, told in ((["--device", "nonsense"], "--device nonsense: "),
+                        (["--device", "meta"], "--device meta: "),
+                        (["--json", str(tmp_path / "no/x.json")], "No such file"),
+                        (["--target", "planted_targets:ends"], "SystemExit"),
+                        (["--target", "planted_targets_broken:f"], "not today")):
+        assert main(["--only", "scale 1", *words]) == 2
+        assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--limit", "-1"])
     assert main(["--list"]) == 0
     assert f"{len(chosen())} cases" in capsys.readouterr().out
+
+
+def test_a_target_that_ends_the_process_or_speaks_in_between(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "planted_speakers.py").write_text(
+        "import os, signal, sys\nfrom planted_attention import honest\n"
+        "def ends(query, key, value): sys.exit(0)\n"
+        "def speaks(query, key, value, scale=None):\n"
+        "    print('@{}')\n    return honest(query, key, value, scale=scale)\n"
+        "def dies(query, key, value): os.kill(os.getpid(), signal.SIGRTMIN + 6)\n")
+    scale, plain = BY_NAME["scale 1"], BY_NAME["plain"]
+    assert plain.run(find("planted_speakers:ends")).outcome == "raises"
+    assert run_isolated("planted_speakers:speaks", [scale])["scale 1"].outcome == "passes"
+    if hasattr(signal, "SIGRTMIN"):  # not on macOS
+        died = run_isolated("planted_speakers:dies", [plain])["plain"]
+        assert died.outcome == "crashes"
+        assert died.detail == f"the process ended by signal {signal.SIGRTMIN + 6}"
+    assert to_json(report.Verdict("wrong", float("nan")))["bars"] == "inf"
 
 
 def test_verdicts_survive_json():

@@ -5,6 +5,8 @@ the call promises around the values: the same bits for any number of threads, th
 free meanwhile, threads, fork, explain and report.
 """
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -312,3 +314,21 @@ def test_explain_refuses_what_the_call_refuses():
     with pytest.raises(orchard.ShapeError) as two:
         orchard.attention_forward(q, q[..., :4], q)
     assert str(one.value) == str(two.value)
+
+
+@pytest.mark.parametrize("name", ["é" * 1000, "cpu\udc80", "cpu\0", "no\nname"])
+def test_names_of_backends_that_no_backend_has(name):
+    q = np.ones((1, 1, 2, 2), np.float32)
+    with pytest.raises(orchard.ArgumentError, match="which no backend is called"):
+        orchard.attention_forward(q, q, q, backend=name)
+
+
+def test_sentences_with_foreign_bytes():
+    """Of the environment, where a name may be anything but 0."""
+    code = ("import numpy as np, orchard\nq = np.ones((1, 1, 2, 2), np.float32)\n"
+            "try: orchard.attention_forward(q, q, q)\n"
+            "except orchard.ArgumentError as why: print(ascii(str(why)))")
+    for name, shown in ((b"\xff\xc3", "??"), ("\u00e9".encode() * 400, "\\xe9\\xe9")):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                              env={**os.environb, b"ORCHARD_BACKEND": name})
+        assert shown in done.stdout and done.stdout.startswith("'ctx_create: "), done

@@ -164,6 +164,29 @@ def test_fork_with_torchs_pool_alive(kernel):
     assert done.returncode == 0, done.stderr
 
 
+IMPORTED_LATE = """
+import os, signal, sys, torch
+torch.set_num_threads(2)
+torch.exp(torch.randn(1 << 22))
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    import orchard.torch
+    x = torch.ones(2, 4, 130, 16)
+    os._exit(not torch.equal(orchard.torch.scaled_dot_product_attention(x, x, x), x))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed by Linux only")
+@pytest.mark.parametrize("kernel", ["c", "python"])
+def test_orchard_is_imported_after_the_fork(kernel):
+    """torch's threads were left behind in the parent before anybody here could see it."""
+    done = subprocess.run([sys.executable, "-c", IMPORTED_LATE], capture_output=True, text=True,
+                          env={**os.environ, "ORCHARD_TORCH_KERNEL": kernel}, timeout=120)
+    assert done.returncode == 0, done
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_has_contexts_of_its_own():
     """The parent's may hold devices, whose drivers do not survive a fork."""

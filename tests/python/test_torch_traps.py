@@ -126,6 +126,29 @@ def test_errors_of_backward_are_orchards(options, second):
             torch.autograd.grad(out.sum(), q, create_graph=second)
 
 
+def test_more_threads_than_a_context_has():
+    """torch starts one for each core, and there are machines with more than 256."""
+    told = run("import torch, orchard.torch as o\n"
+               "torch.set_num_threads(300); x = torch.ones(1, 2, 5, 8)\n"
+               "print(torch.equal(o.scaled_dot_product_attention(x, x, x), x))").stdout
+    assert told == "True\n"
+
+
+def test_ops_refuse_one_operand_on_meta():
+    """torch asks the fakes then, and the results would be memory that nobody wrote to."""
+    x, rest = torch.ones(1, 2, 3, 8), (0, 0, None, False, False, -1, -1, 0.0, 0.5)
+    nothing, seed = [None] * 7, torch.tensor(3)
+    out, lse = ops.forward(x, x, x, *nothing, seed, *rest)
+    calls = [lambda y: ops.forward(x, y, x, *nothing, seed, *rest),
+             lambda y: ops.forward(x, x, x, y, *nothing[1:], seed, *rest),
+             lambda y: ops.forward(x, x, x, *nothing, y.long(), *rest),
+             lambda y: ops.backward(7, y, None, out, lse, x, x, x, *nothing, seed, *rest),
+             lambda y: ops.backward(7, x, None, out, lse, x, x, x, *nothing, y.long(), *rest)]
+    for call in calls:
+        with pytest.raises(orchard.ArgumentError, match="q is on cpu, .* on meta"):
+            call(x.to("meta"))
+
+
 def test_errors_of_others_stay_theirs():
     """Of a saved-tensor hook, say, even if they sound like Orchard's and one of those came before."""
     class Full(RuntimeError):

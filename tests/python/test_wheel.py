@@ -6,6 +6,7 @@ tests/run names the wheel in ORCHARD_TEST_WHEEL.
 """
 import base64
 import csv
+import ctypes.util
 import hashlib
 import io
 import json
@@ -232,6 +233,10 @@ def test_the_library_s_absence_is_told(tmp_path):
                           env={**os.environ, "ORCHARD_LIBRARY": str(tmp_path / "none.so")})
     assert done.returncode == 1
     assert "ImportError: orchard: cannot load the C library" in done.stderr
+    other = ctypes.util.find_library("m") or ctypes.util.find_library("System")
+    done = subprocess.run([sys.executable, "-c", "import orchard"], capture_output=True, text=True,
+                          env={**os.environ, "ORCHARD_LIBRARY": other})
+    assert f"ImportError: orchard: {other} is not Orchard's C library" in done.stderr
     done = subprocess.run([sys.executable, "-m", "orchard", "doctor"], capture_output=True,
                           text=True, env={**os.environ, "ORCHARD_COMMAND": str(tmp_path / "none")})
     assert done.returncode == 127 and "orchard: cannot run" in done.stderr

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
 import sys
 from typing import List, Optional
+
+import torch
 
 from . import report
 from .run import chosen, run, run_isolated, work
@@ -29,9 +32,9 @@ def parser() -> argparse.ArgumentParser:
                       help="also the cases that need gigabytes and minutes")
     made.add_argument("--isolate", action="store_true",
                       help="in another process, which may crash or hang")
-    made.add_argument("--limit", type=float, default=120.0, metavar="SECONDS",
+    made.add_argument("--limit", type=positive, default=120.0, metavar="SECONDS",
                       help="of one isolated case (default: 120)")
-    made.add_argument("--memory", type=float, metavar="GB",
+    made.add_argument("--memory", type=positive, metavar="GB",
                       help="address space of the isolated process (default: no limit)")
     made.add_argument("--strict", action="store_true",
                       help="a case that raises or is too heavy counts as a failure too")
@@ -61,12 +64,17 @@ def main(arguments: Optional[List[str]] = None) -> int:
         print("conformance: --json takes one target at a time", file=sys.stderr)
         return 2
     columns, versions, bad = {}, {}, []
+    try:
+        check_device(given.device)
+        for file in (given.json, given.markdown):
+            if file:
+                with open(file, "a"):       # before an hour of work, not after it
+                    pass
+        versions = {name: find(name).version for name in targets}
+    except (Exception, SystemExit) as why:
+        print(f"conformance: {str(why).strip() or type(why).__name__}", file=sys.stderr)
+        return 2
     for name in targets:
-        try:
-            versions[name] = find(name).version
-        except (ImportError, AttributeError, ValueError) as why:
-            print(f"conformance: {why}", file=sys.stderr)
-            return 2
         columns[name] = judge_one(given, name, cases, versions[name])
         bad += report.failed(columns[name], given.strict)
     if given.json:
@@ -79,6 +87,21 @@ def main(arguments: Optional[List[str]] = None) -> int:
         page = report.markdown(columns, versions, cases, [command])
         pathlib.Path(given.markdown).write_text(page)
     return 1 if bad else 0
+
+
+def check_device(name: str) -> None:
+    """Raises where no tensor can live there and come back."""
+    try:
+        torch.ones(1, device=name).cpu()
+    except Exception as why:
+        raise ValueError(f"--device {name}: {str(why).splitlines()[0]}") from None
+
+
+def positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(text)
+    return number
 
 
 def judge_one(given: argparse.Namespace, name: str, cases, version: str):

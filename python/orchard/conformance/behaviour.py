@@ -31,7 +31,7 @@ def guarded(check: Callable) -> Callable:
             return check(target, device)
         except Wrong as why:
             return Verdict(WRONG, math.inf, str(why))
-        except Exception as why:
+        except (Exception, SystemExit) as why:
             return raised(why)
     return run
 

@@ -62,7 +62,7 @@ def judge(target: Callable, problem: Problem, device: str = "cpu") -> Verdict:
         answers = ask(target, problem, inputs)
     except Wrong as why:
         return Verdict(WRONG, math.inf, str(why))
-    except Exception as why:
+    except (Exception, SystemExit) as why:
         return raised(why)
     changed = [name for name, x in before.items() if not same(x, tensors_of(inputs)[name])]
     if changed:
@@ -70,7 +70,7 @@ def judge(target: Callable, problem: Problem, device: str = "cpu") -> Verdict:
     return compare(answers, references(problem, inputs))
 
 
-def raised(why: Exception) -> Verdict:
+def raised(why: BaseException) -> Verdict:
     """An argument that the signature hid (**kwargs) but the function does not know is absent."""
     text = f"{type(why).__name__}: {str(why).strip().splitlines()[0] if str(why).strip() else ''}"
     if isinstance(why, TypeError) and "unexpected keyword" in text:

@@ -24,6 +24,7 @@ from .targets import find
 
 Told = Callable[[Case, Verdict], None]
 READY = "ready"
+MARK = f"@{__name__}: "
 
 
 def chosen(only: Sequence[str] = (), large: bool = False) -> List[Case]:
@@ -94,14 +95,15 @@ def environment() -> Dict[str, str]:
 
 def forward_lines(stream, lines: "queue.Queue[Optional[str]]") -> None:
     for line in stream:
-        if line.startswith("@"):        # what the target itself prints is not for us
-            lines.put(line[1:])
+        if line.startswith(MARK):       # what the target itself prints is not for us
+            lines.put(line[len(MARK):])
     lines.put(None)
 
 
 def death(code: int) -> str:
     if code < 0:
-        return f"the process ended by {signal.Signals(-code).name}"
+        known = -code in set(signal.Signals)
+        return f"the process ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
     return f"the process ended with status {code}"
 
 
@@ -114,17 +116,17 @@ def work(target: str, device: str, memory: Optional[float]) -> None:
         import resource
         bytes_ = int(memory * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
-    print("@" + READY, flush=True)
+    print(MARK + READY, flush=True)
     for name in names:
-        print("\n@" + json.dumps(to_json(by_name[name].run(found, device))), flush=True)
+        print("\n" + MARK + json.dumps(to_json(by_name[name].run(found, device))), flush=True)
 
 
 # ---- Verdicts as JSON ----------------------------------------------------------------------------
 
 def to_json(verdict: Verdict) -> Dict:
-    """JSON has no infinity: an error beyond measure is the word "inf"."""
+    """JSON has neither infinity nor NaN: an error beyond measure is the word "inf"."""
     fields = dataclasses.asdict(verdict)
-    if fields["bars"] is not None and math.isinf(fields["bars"]):
+    if fields["bars"] is not None and not math.isfinite(fields["bars"]):
         fields["bars"] = "inf"
     return fields
 

@@ -42,7 +42,7 @@ def forward(q, k, v, *rest) -> Tensors2:
 
 def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:
     """attention_backward; parameters as in the schema."""
-    check_present("attention_backward", q=q, k=k, v=v)
+    check_present("attention_backward", dout=dout, out=out, lse=lse, q=q, k=k, v=v)
     op = "attention_backward"
     args = _structs.AttentionBackwardArgs()
     operands.attention(args.attention, op, q, k, v, bias, mask, alibi, sinks, *rest)
@@ -90,10 +90,12 @@ def _open() -> Optional[ctypes.CDLL]:
         return None
     try:
         made = ctypes.CDLL(path())
-    except OSError as why:
+        made.orchard_torch_register, made.orchard_torch_take_status  # another library has neither
+    except (OSError, AttributeError) as why:
         why_not = str(why)
         return None
-    made.orchard_torch_register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p]
+    made.orchard_torch_register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p,
+                                            ctypes.c_int32]
     made.orchard_torch_register.restype = ctypes.c_char_p
     made.orchard_torch_take_status.restype = ctypes.c_int32
     backends = threads.BACKENDS
@@ -101,7 +103,8 @@ def _open() -> Optional[ctypes.CDLL]:
         why_not = f"torch {torch.__version__} has no libtorch_cpu where Orchard looks for it"
         return None
     missing = made.orchard_torch_register(torch_library._handle, lib._handle,
-                                          backends.encode() if backends else None)
+                                          backends.encode() if backends else None,
+                                          threads.forked())
     if missing:
         why_not = f"torch {torch.__version__} has no {missing.decode()}"
         return None

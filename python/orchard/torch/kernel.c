@@ -104,6 +104,7 @@ static void end_of_thread(void *arg)
 /* ---- Arguments ------------------------------------------------------------------------------- */
 
 #define MAX_TENSORS 15
+#define MOST_THREADS 256 /* of a context */
 
 /* One call on its way: what must be deleted whatever happens, and what went wrong. */
 typedef struct journey {
@@ -132,6 +133,7 @@ static orchard_ctx *this_context(journey *j)
     thread_state *state = pthread_getspecific(state_key);
     uint32_t threads = 1;
     call_torch_get_num_threads(&threads);
+    threads = threads < MOST_THREADS ? threads : MOST_THREADS;
     if (!state) {
         state = calloc(1, sizeof *state);
         if (!state || pthread_setspecific(state_key, state)) {
@@ -622,14 +624,17 @@ static const struct {
 };
 
 /* Looks everything up and registers the kernels for CPU tensors. `torch` and `orchard` are open
- * libraries, `backend` as in orchard_ctx_opts or NULL. NULL: done; else what stood in the way. */
-ORCHARD_API const char *orchard_torch_register(void *torch, void *orchard, const char *backend)
+ * libraries, `backend` as in orchard_ctx_opts or NULL; `forked`: torch's threads may be those of a
+ * parent. NULL: done; else what stood in the way. */
+ORCHARD_API const char *orchard_torch_register(void *torch, void *orchard, const char *backend,
+                                               int32_t forked)
 {
     static void *library; /* lives as long as the process: kernels vanish with it */
     const char *missing = find(torch, orchard);
     if (missing) {
         return missing;
     }
+    generation = forked != 0;
     snprintf(backends, sizeof backends, "%s", backend ? backend : "");
     cpu_device = call_aoti_torch_device_type_cpu();
 #define DTYPE(i, name, value) \

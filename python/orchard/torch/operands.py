@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 
 from .. import _structs
-from .._library import DtypeError
+from .._library import DtypeError, ShapeError
 
 DTYPES = {
     torch.float64: _structs.F64, torch.float32: _structs.F32, torch.float16: _structs.F16,
@@ -27,6 +27,8 @@ def describe(target: _structs.Tensor, tensor: Optional[torch.Tensor], op: str, n
     if dtype is None:
         raise DtypeError(f"{op}: {name} is {tensor.dtype}, which Orchard does not know")
     rank = tensor.dim()
+    if rank > _structs.MAX_RANK:
+        raise ShapeError(f"{op}: {name} has rank {rank}, the limit is {_structs.MAX_RANK}")
     target.data = tensor.data_ptr() or None
     target.dtype = dtype
     target.rank = rank
@@ -60,4 +62,6 @@ def attention(target: _structs.Attention, op: str, q: torch.Tensor, k: torch.Ten
     target.window_left, target.window_right = window_left, window_right
     target.softcap, target.dropout = softcap, dropout
     if seed is not None:
+        if seed.dtype != torch.int64 or seed.dim():
+            raise DtypeError("attention: seed must be one int64")
         target.seed = int(seed)

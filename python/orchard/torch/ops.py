@@ -13,7 +13,8 @@ import torch
 
 from .._library import UnsupportedError
 from . import batching, cpu, mps_attention
-from .outputs import (Tensors2, Tensors5, check_present, check_rank, new_gradients, new_outputs)
+from .outputs import (Tensors2, Tensors5, check_devices, check_present, check_rank, new_gradients,
+                      new_outputs)
 
 # What forward and backward share, in this order everywhere: here, in kernels, in function.py.
 # No defaults: torch drops arguments that equal theirs before it calls a kernel.
@@ -80,6 +81,8 @@ library.impl("attention", forward, "CompositeExplicitAutograd")
 def _forward_fake(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, *rest):
     op, packed = "attention_forward", cu_seqlens_q is not None
     check_present(op, q=q, k=k, v=v)
+    check_devices(op, q, (k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, rest[0]),
+                  rest[1])
     check_rank(op, packed, q=q, v=v)
     return new_outputs(q, v, packed)
 
@@ -87,6 +90,8 @@ def _forward_fake(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, 
 @torch.library.register_fake("orchard::attention_backward", lib=library)
 def _backward_fake(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest):
     check_present("attention_backward", dout=dout, out=out, lse=lse, q=q, k=k, v=v)
+    check_devices("attention_backward", q,
+                  (dout, dlse, out, lse, k, v, bias, mask, alibi, sinks, *rest[:3]), rest[3])
     return new_gradients(needs, q, k, v, bias, sinks)
 
 

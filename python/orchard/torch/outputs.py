@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 
@@ -19,6 +19,17 @@ def needed(*inputs: Optional[torch.Tensor]) -> int:
     """`needs` for q, k, v, bias, sinks: those that require a gradient."""
     return sum(bit for bit, tensor in zip(GRADIENTS, inputs)
                if tensor is not None and tensor.requires_grad)
+
+
+def check_devices(op: str, q: torch.Tensor, others: Sequence[Optional[torch.Tensor]],
+                  seed: Optional[torch.Tensor]) -> None:
+    """One operand on meta, and torch asks for shapes only, whatever the others are: results would
+    be memory that nobody wrote to. The seed is a number, which may lie on the CPU."""
+    for x in others:
+        if x is not None and x.device != q.device:
+            raise ArgumentError(f"{op}: q is on {q.device}, another operand on {x.device}")
+    if seed is not None and seed.device != q.device and seed.device.type != "cpu":
+        raise ArgumentError(f"{op}: q is on {q.device}, the seed on {seed.device}")
 
 
 def check_present(op: str, **operands: Optional[torch.Tensor]) -> None:

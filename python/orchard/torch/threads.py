@@ -18,6 +18,8 @@ import torch
 
 from .. import _context
 
+MOST_THREADS = 256  # of a context
+
 # CPU tensors are served by the CPU: a GPU backend only where the user names one.
 BACKENDS = None if os.environ.get("ORCHARD_BACKEND") else "cpu,ref"
 
@@ -33,8 +35,19 @@ def torch_library() -> Optional[ctypes.CDLL]:
         return None
 
 
+def forked() -> bool:
+    """Whether this process is a fork (Linux tells): torch's threads may have been left behind before
+    Orchard was imported."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            flags = int(file.read().rpartition(b")")[2].split()[6])
+    except (OSError, IndexError, ValueError):
+        return False
+    return bool(flags & 0x40)  # PF_FORKNOEXEC: no program was started since
+
+
 def _find_parallel_for() -> Optional[int]:
-    library = torch_library()
+    library = None if forked() else torch_library()
     function = getattr(library, "torch_parallel_for", None)
     return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
@@ -53,5 +66,5 @@ if hasattr(os, "register_at_fork"):
 
 def context() -> _context.Context:
     """The calling thread's context, with as many threads as torch would use now."""
-    return _context.context(threads=torch.get_num_threads(), backend=BACKENDS,
+    return _context.context(threads=min(torch.get_num_threads(), MOST_THREADS), backend=BACKENDS,
                             parallel_for=parallel_for)
