@@ -64,6 +64,11 @@ static void bad_options(void)
     expect_refused(&(orchard_ctx_opts){.cpu = ""}, bad,
                    "cpu is \"\", must be avx2, neon or scalar");
     expect_refused(&(orchard_ctx_opts){.backend = ""}, bad, "this build has no backend \"\"");
+    /* What is no UTF-8 would make the sentence unreadable for most languages. */
+    expect_refused(&(orchard_ctx_opts){.backend = "\xC3\xA9\xE2\x82\xAC\xF0\x9F\x8D\x8E"}, bad,
+                   "this build has no backend \"\xC3\xA9\xE2\x82\xAC\xF0\x9F\x8D\x8E\"");
+    expect_refused(&(orchard_ctx_opts){.backend = "\xFF\xC3.\xED\xA0\x80\xE2\x82"}, bad,
+                   "this build has no backend \"??.?????\"");
     expect_refused(&(orchard_ctx_opts){.backend = "gpu"}, bad,
                    "backend is \"gpu\": this build has no backend \"gpu\"");
     expect_refused(&(orchard_ctx_opts){.backend = "cpu,re"}, bad,

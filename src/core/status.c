@@ -6,30 +6,29 @@
 
 static _Thread_local char sentence[512];
 
-/* How many bytes the letter has that begins here; 0: this is no UTF-8. */
+/* How many bytes the letter has that begins here, by Unicode's table 3-7; 0: this is no UTF-8. */
 static int letter(const unsigned char *text)
 {
-    const unsigned char first = text[0], second = first ? text[1] : 0;
-    int more = first < 0x80   ? 0
-               : first < 0xC2 ? -1
-               : first < 0xE0 ? 1
-               : first < 0xF0 ? 2
-               : first < 0xF5 ? 3
-                              : -1;
-    if ((first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F) ||
-        (first == 0xF0 && second < 0x90) || (first == 0xF4 && second > 0x8F)) {
-        more = -1;
-    }
-    for (int i = 1; i <= more; i++) {
-        if ((text[i] & 0xC0) != 0x80) {
-            return 0;
+    static const struct {
+        unsigned char first, last, second_from, second_to, bytes;
+    } kinds[] = {
+        {0x01, 0x7F, 0x00, 0xFF, 1}, {0xC2, 0xDF, 0x80, 0xBF, 2}, {0xE0, 0xE0, 0xA0, 0xBF, 3},
+        {0xE1, 0xEC, 0x80, 0xBF, 3}, {0xED, 0xED, 0x80, 0x9F, 3}, {0xEE, 0xEF, 0x80, 0xBF, 3},
+        {0xF0, 0xF0, 0x90, 0xBF, 4}, {0xF1, 0xF3, 0x80, 0xBF, 4}, {0xF4, 0xF4, 0x80, 0x8F, 4}};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        if (text[0] >= kinds[i].first && text[0] <= kinds[i].last) {
+            int seen = text[1] >= kinds[i].second_from && text[1] <= kinds[i].second_to ? 2 : 1;
+            while (seen >= 2 && seen < kinds[i].bytes && (text[seen] & 0xC0) == 0x80) {
+                seen++;
+            }
+            return seen >= kinds[i].bytes ? kinds[i].bytes : 0;
         }
     }
-    return more + 1;
+    return 0;
 }
 
-/* Question marks for what is no UTF-8, as a file's name in another encoding or a letter that was cut
- * in two at the end: most languages refuse such a string as a whole. */
+/* Question marks for what is no UTF-8, as a file's name in another encoding or a letter that was
+ * cut in two at the end: most languages refuse such a string as a whole. */
 static void keep_utf8(char *text)
 {
     while (*text) {
