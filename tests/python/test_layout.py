@@ -6,6 +6,7 @@ prints its table; nothing may be missing on either side.
 import ctypes
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -75,3 +76,18 @@ def test_the_table_can_fail(table):
     shorter = type("Shorter", (ctypes.Structure,), {"_fields_": fields})
     size = next(int(size) for name, _, size in rows(table, "struct") if name == "orchard_tensor")
     assert ctypes.sizeof(shorter) != size == ctypes.sizeof(_structs.Tensor)
+
+
+@pytest.mark.parametrize("declaration", [
+    "ORCHARD_API int32_t orchard_x(int32_t (*call)(void));", "typedef union { int32_t a; } orchard_u;",
+    "ORCHARD_API int32_t orchard_x(void) __attribute__((pure));", "#define ORCHARD_X 0x10",
+    "enum { ORCHARD_X = 3 };", "typedef struct orchard_x { int32_t a[ORCHARD_NONE]; } orchard_x;",
+    "typedef struct orchard_x { long a; } orchard_x;"])
+def test_a_declaration_that_cannot_be_read_is_an_error(declaration, tmp_path):
+    folder = shutil.copytree(ROOT / "include" / "orchard", tmp_path / "orchard")
+    command = [sys.executable, str(ROOT / "tools" / "python_structs"), str(folder)]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    with open(folder / "core.h", "a") as file:
+        file.write(declaration + "\n")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("tools/python_structs: ")
