@@ -57,7 +57,8 @@ ORCHARD_API const char *orchard_status_name(orchard_status status);
 
 /* The sentence of this thread's most recent failed call, e.g.
  * "attention_forward: k has 12 heads, q has 10: q's heads must be a multiple of k's". UTF-8, never
- * NULL; valid until this thread's next failing call. Codes are for programs, sentences for people. */
+ * NULL; valid until this thread's next failing call. Codes are for programs, sentences for
+ * people. */
 ORCHARD_API const char *orchard_last_error(void);
 
 /* ---- Tensors --------------------------------------------------------------------------------- */
