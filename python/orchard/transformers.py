@@ -289,7 +289,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
     causal = allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None
     if local_size is not None:
         causal = causal and local_size == getattr(config, "sliding_window", None)
-        if local_size < kv_length:
+        if blind or local_size < kv_length:  # a graph for any length must not ask
             window = local_size
     if not blind and attention_mask is None and kv_length == q_length:
         sequence = _packed(mask_function, local_size or 0)

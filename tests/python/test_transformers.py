@@ -556,6 +556,25 @@ def test_compiled_whole():
              keys)
 
 
+def test_exported_for_any_length():
+    """Shorter than the sliding window, longer, and as long."""
+    class Whole(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, keys):
+            return self.model(input_ids=ids, attention_mask=keys, use_cache=False).logits
+
+    eager, ours = map(Whole, pair("mistral"))
+    ids, length = tokens(3, 14), torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(ours, (ids, torch.ones_like(ids)),
+                                  dynamic_shapes=({1: length}, {1: length})).module()
+    for count in (4, 6, 30):
+        ids = tokens(3, count)
+        same(eager(ids, torch.ones_like(ids)), program(ids, torch.ones_like(ids)))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("width", ["tokens", "cache", "between"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
