@@ -693,11 +693,11 @@ def test_a_transformers_that_is_missing_or_too_old(monkeypatch):
     monkeypatch.delitem(sys.modules, "orchard.transformers")
     with monkeypatch.context() as now:
         now.setattr("transformers.masking_utils.sdpa_mask", lambda batch_size, cache_position: None)
-        with pytest.raises(ImportError, match=r"needs Transformers 5\.4 or later.*q_offset"):
+        with pytest.raises(ImportError, match=r"needs Transformers 5\.22 or later.*q_offset"):
             importlib.import_module("orchard.transformers")
     with monkeypatch.context() as now:
         now.setitem(sys.modules, "transformers", None)
-        with pytest.raises(ImportError, match=r"needs Transformers 5\.4 or later"):
+        with pytest.raises(ImportError, match=r"needs Transformers 5\.22 or later"):
             importlib.import_module("orchard.transformers")
 
 
