@@ -115,6 +115,18 @@ def _blind(tensor: Optional[Tensor]) -> bool:
     return torch.compiler.is_compiling() or is_tracing(tensor)
 
 
+def _mapped(tensor: Optional[Tensor]) -> bool:
+    """Whether torch.func.vmap goes over it: its values are several then."""
+    if _onlookers.compiling() or not _onlookers.functorch_active():
+        return False
+    inside = torch._C._functorch
+    while tensor is not None and inside.is_functorch_wrapped_tensor(tensor):
+        if inside.is_batchedtensor(tensor):
+            return True
+        tensor = inside.get_unwrapped(tensor)  # torch.func.grad's
+    return False
+
+
 def _cell(function: Any, name: str) -> Any:
     """A variable that a function made by Transformers' mask factories remembers."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
@@ -190,6 +202,12 @@ def _resized(keys: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(keys[:, :width], (0, max(0, width - keys.shape[1])))
 
 
+def _says_nothing(q_length: int, kv_length: int) -> bool:
+    """Where Transformers itself leaves a causal mask out. Elsewhere None would not do: layers that
+    say is_causal=False (PaliGemma's) are causal where they get a causal mask."""
+    return q_length == 1 or q_length == kv_length
+
+
 def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int) -> Optional[Tensor]:
     """The shortest form for causal attention to the keys that count, keys [B, width] bool."""
     exact = keys.shape[1] == kv_length
@@ -197,7 +215,7 @@ def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int) -> Optio
     if _blind(keys):
         return form
     whole, right = torch.stack([keys.all(), (keys[:, :-1] >= keys[:, 1:]).all()]).tolist()
-    if whole and exact and window == 0:
+    if whole and exact and window == 0 and _says_nothing(q_length, kv_length):
         return None
     if exact and (whole or (right and q_length == kv_length)):
         _because("no token is padding" if whole else "all padding is on the right")
@@ -268,7 +286,8 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
         # Never None: some of these encoders do not say is_causal=False.
         made = eager_mask(*args, **{**kwargs, "config": config,
                                     "allow_is_bidirectional_skip": False})
-    elif torch.jit.is_tracing():  # a trace would keep what its example's lengths and padding said
+    elif torch.jit.is_tracing() or _mapped(kwargs.get("attention_mask")):
+        # A trace would keep what its example's lengths and padding said; vmap has one for each sample.
         made = sdpa_mask(*args, **{**kwargs, "config": config, "allow_is_causal_skip": False,
                                    "allow_is_bidirectional_skip": False})
     else:
@@ -300,7 +319,8 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
     if isinstance(known, Tensor) and not blind:
         known = int(known)
     if causal and attention_mask is None:
-        if not isinstance(known, Tensor) and known == kv_length and window == 0:
+        if (not isinstance(known, Tensor) and known == kv_length and window == 0
+                and _says_nothing(q_length, kv_length)):
             return None
         _because("no attention_mask was given" if kv_length == q_length else
                  "the cache holds more keys than there are tokens")

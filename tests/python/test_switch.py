@@ -3,6 +3,8 @@
 Values are compared with torch's own function, reached past the switch as THE.torch.
 """
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -507,3 +509,16 @@ def test_unaligned_tensors_are_torchs():
         found = F.scaled_dot_product_attention(q[:, :, :3], unaligned, v, bias)
     torch.testing.assert_close(found, THE.torch(q[:, :, :3], k, v, torch.ones(3, 5).tril(2).bool()))
     assert switch.counts() == {"a tensor that is not aligned to its elements": 3}
+
+
+def test_a_scale_that_the_compiler_does_not_know():
+    """1 / sqrt(head size), where sizes are symbols."""
+    def call(q):
+        return F.scaled_dot_product_attention(q, q, q, scale=1 / math.sqrt(q.size(-1)))
+
+    torch._dynamo.reset()
+    with switch.enable():
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+        for size in (8, 16):
+            q = qkv(2, 3, 5, size)[0].detach()
+            close(compiled(q), THE.torch(q, q, q, scale=size ** -0.5))

@@ -556,6 +556,38 @@ def test_compiled_whole():
              keys)
 
 
+def test_gradients_of_each_sample():
+    """torch.func.vmap over sentences with padding of their own."""
+    eager, ours = pair("mistral")
+    ids, keys = tokens(3, 14), padding("right")
+
+    def each(model):
+        def loss(parameters, row, mask):
+            made = torch.func.functional_call(model, parameters, (), {
+                "input_ids": row[None], "attention_mask": mask[None], "use_cache": False}).logits
+            return torch.where(mask[None, :, None].bool(), made, 0.0).sin().sum()
+
+        parameters = {name: x.detach() for name, x in model.named_parameters()}
+        return torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, ids, keys)
+
+    expected, found = each(eager), each(ours)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-4 * float(x.abs().max()))
+
+
+def test_several_tokens_at_once_where_layers_say_that_they_are_not_causal():
+    """PaliGemma's: they are causal where they get a causal mask, as behind a cache."""
+    ids, made = tokens(2, 14), []
+    for model in map(copy.deepcopy, pair("llama")):
+        with torch.no_grad():
+            cache = model(ids[:, :8], attention_mask=torch.ones(2, 8)).past_key_values
+            for layer in model.model.layers:
+                layer.self_attn.is_causal = False
+            made.append(model(ids[:, 8:], past_key_values=cache,
+                              attention_mask=torch.ones(2, 14)).logits)
+    same(*made)
+
+
 def test_exported_for_any_length():
     """Shorter than the sliding window, longer, and as long."""
     class Whole(torch.nn.Module):
