@@ -31,6 +31,7 @@ compute attention themselves with the mask they get (BLOOM, MPNet), some decoder
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -112,7 +113,8 @@ def _heard(module: torch.nn.Module, query: Tensor, key: Tensor, given: Optional[
 def _blind(tensor: Optional[Tensor]) -> bool:
     """Whether a graph is being made or there are no values (FakeTensor): then nothing may depend on
     the values of masks."""
-    return torch.compiler.is_compiling() or is_tracing(tensor)
+    return torch.compiler.is_compiling() or is_tracing(tensor) or (
+        tensor is not None and tensor.is_meta)
 
 
 def _mapped(tensor: Optional[Tensor]) -> bool:
@@ -202,20 +204,22 @@ def _resized(keys: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(keys[:, :width], (0, max(0, width - keys.shape[1])))
 
 
-def _says_nothing(q_length: int, kv_length: int) -> bool:
+def _says_nothing(q_length: int, kv_length: int, config: Any) -> bool:
     """Where Transformers itself leaves a causal mask out. Elsewhere None would not do: layers that
     say is_causal=False (PaliGemma's) are causal where they get a causal mask."""
-    return q_length == 1 or q_length == kv_length
+    return q_length == 1 or (q_length == kv_length and
+                             not getattr(config, "use_bidirectional_attention", None))
 
 
-def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int) -> Optional[Tensor]:
+def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int,
+              config: Any) -> Optional[Tensor]:
     """The shortest form for causal attention to the keys that count, keys [B, width] bool."""
     exact = keys.shape[1] == kv_length
     form = _description(keys.view(torch.uint8), kv_length, window)
     if _blind(keys):
         return form
     whole, right = torch.stack([keys.all(), (keys[:, :-1] >= keys[:, 1:]).all()]).tolist()
-    if whole and exact and window == 0 and _says_nothing(q_length, kv_length):
+    if whole and exact and window == 0 and _says_nothing(q_length, kv_length, config):
         return None
     if exact and (whole or (right and q_length == kv_length)):
         _because("no token is padding" if whole else "all padding is on the right")
@@ -320,7 +324,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         known = int(known)
     if causal and attention_mask is None:
         if (not isinstance(known, Tensor) and known == kv_length and window == 0
-                and _says_nothing(q_length, kv_length)):
+                and _says_nothing(q_length, kv_length, config)):
             return None
         _because("no attention_mask was given" if kv_length == q_length else
                  "the cache holds more keys than there are tokens")
@@ -332,7 +336,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         return _description(torch.cat([lengths, keys], dim=1), kv_length, window)
     if causal and known <= kv_length:
         return _key_mask(_resized(attention_mask[:, kv_offset:], known), q_length, kv_length,
-                         window)
+                         window, config)
     if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
         if attention_mask is None:
             return None
@@ -439,6 +443,19 @@ def _chosen(given: Optional[Tensor], indices: Tensor, keys: int, crop: int) -> T
     return given & seen if given.dtype == torch.bool else given.masked_fill(~seen, float("-inf"))
 
 
+def _one_sequence(options: Dict[str, Any], rows: int, length: int, keys: int) -> Tensor:
+    """For packed sequences with a position bias, whose numbers are those of the whole row: which
+    token may see which, [B,1,T,T], in place of the sequences' beginnings."""
+    begins, others = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k")
+    del options["max_seqlen_q"], options["max_seqlen_k"]
+    if keys != length or not (others is begins or torch.equal(begins, others)):
+        raise UnsupportedError("orchard.transformers: packed sequences with a position bias, whose "
+                               'queries and keys are not the same tokens; use "sdpa"')
+    places = torch.arange(rows * length, device=begins.device)
+    number = torch.bucketize(places, begins, right=True).view(rows, 1, length)
+    return number[..., :, None] == number[..., None, :]
+
+
 def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
               attention_mask: Optional[Tensor], dropout: float = 0.0,
               scaling: Optional[float] = None, is_causal: Optional[bool] = None,
@@ -482,11 +499,10 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         given = _chosen(given, indices, keys, crop)
     if given is not None and given.dtype != torch.bool and position_bias is not None:
         options["bias"], given = position_bias + given, None  # both additive
+    if "cu_seqlens_q" in options and position_bias is not None:
+        given = _one_sequence(options, query.shape[0], length, keys)
     if "cu_seqlens_q" in options:
         call = (_rows(query), _rows(key), _rows(value))
-        if query.shape[0] > 1 and position_bias is not None and position_bias.shape[0] > 1:
-            raise UnsupportedError("orchard.transformers: packed sequences in several rows with a "
-                                   "position bias of their own; pack them into one row")
     else:
         call = (query, key, value)
     out = _orchard_torch.scaled_dot_product_attention(
@@ -522,16 +538,19 @@ def _probes(model: Any) -> Dict[str, Dict[str, Tensor]]:
 
 
 def _listen(model: Any, inputs: Dict[str, Any]) -> List[Call]:
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     _listening.calls, _listening.whys, _listening.ran = [], {}, _ran()
+    # Compiled code makes its calls unheard.
+    eager = getattr(torch.compiler, "set_stance", lambda stance: contextlib.nullcontext())
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), eager("force_eager"):
             model(**inputs)
         return _listening.calls
     finally:
         _listening.calls, _listening.whys = None, {}
-        model.train(training)
+        for module, was in training.items():
+            module.training = was
 
 
 def _silent(name: str, module: torch.nn.Module, heard: set) -> Optional[str]:

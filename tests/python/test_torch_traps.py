@@ -149,6 +149,30 @@ def test_ops_refuse_one_operand_on_meta():
             call(x.to("meta"))
 
 
+def test_errors_come_back_from_other_processes():
+    from orchard.torch import mps
+    for error in (mps.Refused("attention_forward", "why", " and more"),
+                  orchard.ShapeError("attention: so")):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and str(again) == str(error)
+        assert getattr(again, "reason", None) == getattr(error, "reason", None)
+
+
+def test_causal_bias_under_autocast():
+    from torch.nn.attention.bias import causal_lower_right
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        bias = causal_lower_right(3, 5)
+    finally:
+        torch.set_default_dtype(before)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attention(q, k, k, bias)
+        exact = F.scaled_dot_product_attention(q, k, k, torch.ones(3, 5).tril(2).bool())
+    torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-2)
+
+
 def test_errors_of_others_stay_theirs():
     """Of a saved-tensor hook, say, even if they sound like Orchard's and one of those came before."""
     class Full(RuntimeError):

@@ -696,9 +696,47 @@ def test_refusals():
         orchard_transformers.attention(module, q, q, q, torch.ones(1, 4))
     two = torch.cat([q, q])
     cu = torch.tensor([0, 4, 8], dtype=torch.int32)
-    with pytest.raises(OrchardError, match="several rows"):
+    with pytest.raises(OrchardError, match="not the same tokens"):
         orchard_transformers.attention(module, two, two, two, None, cu_seq_lens_q=cu,
-                                       cu_seq_lens_k=cu, position_bias=torch.zeros(2, 2, 4, 4))
+                                       cu_seq_lens_k=torch.tensor([0, 3, 8]),
+                                       position_bias=torch.zeros(2, 2, 4, 4))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_sequences_with_a_position_bias(rows):
+    """Its numbers are those of the whole row: a bias that depends on the token, not on distance."""
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(rows, 2, 12, 8) for _ in range(3))
+    bias, module = torch.randn(rows, 2, 12, 12), torch.nn.Module()
+    begins = torch.tensor([0, 5] + [12 * i + j for i in range(1, rows) for j in (0, 3)] + [12 * rows],
+                          dtype=torch.int32)
+    found, _ = orchard_transformers.attention(module, q, k, v, None, cu_seq_lens_q=begins,
+                                              cu_seq_lens_k=begins, position_bias=bias)
+    for row in range(rows):
+        cuts = sorted({0, 12, *(int(x) - 12 * row for x in begins if 0 <= x - 12 * row < 12)})
+        for a, b in zip(cuts, cuts[1:]):
+            part = [x[row, :, a:b].double() for x in (q, k, v)]
+            score = part[0] @ part[1].mT / 8 ** 0.5 + bias[row, :, a:b, a:b]
+            score = score.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), -torch.inf)
+            exact = torch.softmax(score, -1) @ part[2]
+            torch.testing.assert_close(found[row, a:b].transpose(0, 1).double(), exact, rtol=1e-4,
+                                       atol=1e-5)
+
+
+def test_doctor_hears_compiled_models_and_leaves_modes_alone(capsys):
+    model = copy.deepcopy(pair("llama")[1]).train()
+    model.model.layers[0].eval()
+    model.compile(backend="aot_eager")
+    assert "2 attention layers by Orchard" in orchard_transformers.doctor(model)[0]
+    assert model.training and model.model.layers[1].training
+    assert not model.model.layers[0].training and not model.model.layers[0].mlp.training
+
+
+def test_masks_on_meta():
+    model = T.LlamaForCausalLM._from_config(T.LlamaConfig(**LLAMA),
+                                            attn_implementation="orchard").to("meta")
+    ids = torch.zeros(2, 7, dtype=torch.int64, device="meta")
+    assert model(ids, attention_mask=torch.ones_like(ids)).logits.shape == (2, 7, 61)
 
 
 @pytest.mark.parametrize("words, given", [

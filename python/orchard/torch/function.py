@@ -259,7 +259,8 @@ def _lower(tensor: Tensor) -> Tensor:
 
 def _widen(operand: object) -> object:
     """Under autocast, what is added to scores may be of the other 16-bit type: fp32 suits both."""
-    if isinstance(operand, Tensor) and operand.dtype in (torch.float16, torch.bfloat16):
+    if (isinstance(operand, Tensor) and not isinstance(operand, CausalBias)
+            and operand.dtype in (torch.float16, torch.bfloat16)):
         return operand.float()
     return operand
 

@@ -73,7 +73,10 @@ class Refused(UnsupportedError):
 
     def __init__(self, op: str, reason: str, note: str = "") -> None:
         super().__init__(f"{op}: mps did not take the call ({reason}){note}")
-        self.reason = reason
+        self.op, self.reason, self.note = op, reason, note
+
+    def __reduce__(self) -> tuple:  # from another process
+        return type(self), (self.op, self.reason, self.note)
 
 
 class _Ready:
