@@ -178,7 +178,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed by Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="a fork is told by Linux only")
 @pytest.mark.parametrize("kernel", ["c", "python"])
 def test_orchard_is_imported_after_the_fork(kernel):
     """torch's threads were left behind in the parent before anybody here could see it."""
