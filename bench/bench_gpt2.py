@@ -1,16 +1,21 @@
 """A training step of GPT-2 124M in PyTorch, with and without `orchard.enable()`.
 
     python bench/bench_gpt2.py [--steps 8] [--length 1024] [--layers 12] [--dropout 0 0.1]
+                               [--malloc default|keeps|returns]
 
-Random weights and tokens, B=1, fp32, AdamW, the model of Transformers with "sdpa" attention. The two
-kinds of step take turns in one process, and turns at being first; "ratio" is the best time without
-over the best time with Orchard, "median" that of the ratios of two neighbouring steps: what other
-tenants do to the machine meets both alike. Peak memory is measured in a process of its own for each.
-Prints markdown.
+Random weights and tokens, B=1, fp32, AdamW, the model of Transformers with "sdpa" attention. Each
+kind of step has a process of its own, as a user's would be; they take turns, and turns at being
+first, so that what other tenants do to the machine meets both alike. "ratio" is the best time without
+over the best time with Orchard, "median" that of the ratios of two neighbouring steps. Prints
+markdown.
+
+A step allocates and frees gigabytes. What glibc's malloc gives back, the system must map and clear
+again: by luck a second of a step's time and hundreds of MiB of its peak. `--malloc keeps` lets it
+keep everything, `--malloc returns` give back every larger block at once: its peak is what is in use.
 """
 
 import argparse
-import contextlib
+import ctypes
 import datetime
 import json
 import statistics
@@ -18,71 +23,74 @@ import subprocess
 import sys
 import time
 
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-
-import orchard
-
-
-def make(dropout, options):
-    """The model and its tokens. Only attention has dropout: the rest is the same work for both."""
-    torch.manual_seed(1)
-    config = GPT2Config(attn_pdrop=dropout, resid_pdrop=0.0, embd_pdrop=0.0,
-                        n_layer=options.layers, n_positions=options.length, use_cache=False)
-    model = GPT2LMHeadModel._from_config(config, attn_implementation="sdpa").train()
-    return model, torch.randint(config.vocab_size, (1, options.length))
+# mallopt's parameters in glibc's malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+MALLOC = {"default": {}, "keeps": {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1},
+          "returns": {M_MMAP_THRESHOLD: 1 << 16}}
 
 
-def step(model, optimizer, tokens):
-    """Seconds of one step, and its loss."""
-    start = time.perf_counter()
-    loss = model(tokens, labels=tokens).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return time.perf_counter() - start, loss.item()
+# ---- A process that trains -----------------------------------------------------------------------
 
-
-def compare(dropout, options):
-    """Seconds of each step and the last loss, without and with Orchard: two models that take turns."""
-    sides = []
-    for _ in range(2):
-        model, tokens = make(dropout, options)
-        sides.append((model, torch.optim.AdamW(model.parameters(), lr=1e-4), tokens, [], []))
-    for turn in range(options.steps + 1):
-        for at in (turn % 2, 1 - turn % 2):
-            model, optimizer, tokens, times, losses = sides[at]
-            with orchard.enable() if at else contextlib.nullcontext():
-                taken, loss = step(model, optimizer, tokens)
-            times.append(taken)
-            losses.append(loss)
-    return [(times[1:], losses[-1]) for *_, times, losses in sides]
-
-
-def peak(dropout, with_orchard, options):
-    """Peak memory in MiB of a process that makes two steps."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--peak", json.dumps([dropout, with_orchard]),
-         "--length", str(options.length), "--layers", str(options.layers)],
-        check=True, capture_output=True, text=True)
-    return float(done.stdout)
-
-
-def own_peak():
+def peak():
     """MiB. Not getrusage: after fork and exec it still tells the parent's peak."""
     with open("/proc/self/status", encoding="ascii") as lines:
         line = next(line for line in lines if line.startswith("VmHWM:"))
     return int(line.split()[1]) / 1024
 
 
-def print_peak(dropout, with_orchard, options):
-    model, tokens = make(dropout, options)
+def train(dropout, with_orchard, options):
+    """Makes a step for each line that it reads; answers with seconds, loss and peak memory."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import orchard
+
+    for setting, value in MALLOC[options.malloc].items():
+        if not ctypes.CDLL(None).mallopt(setting, value):
+            sys.exit(f"bench_gpt2: malloc does not take {setting}={value}")
+    torch.manual_seed(1)
+    # Only attention has dropout: the rest is the same work for both.
+    config = GPT2Config(attn_pdrop=dropout, resid_pdrop=0.0, embd_pdrop=0.0,
+                        n_layer=options.layers, n_positions=options.length, use_cache=False)
+    model = GPT2LMHeadModel._from_config(config, attn_implementation="sdpa").train()
+    tokens = torch.randint(config.vocab_size, (1, options.length))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if with_orchard:
         orchard.enable()
-    for _ in range(2):
-        step(model, optimizer, tokens)
-    print(own_peak())
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        print(json.dumps([time.perf_counter() - start, loss.item(), peak()]), flush=True)
+
+
+# ---- The command ---------------------------------------------------------------------------------
+
+def step(process):
+    process.stdin.write("step\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        sys.exit(f"bench_gpt2: the training process ended with {process.wait()}")
+    return json.loads(answer)
+
+
+def compare(dropout, options):
+    """Seconds of each step, the last loss and the peak, without and with Orchard."""
+    sides = [subprocess.Popen([sys.executable, *sys.argv, "--train",
+                               json.dumps([dropout, with_orchard])],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+             for with_orchard in (False, True)]
+    answers = [[], []]
+    for turn in range(options.steps + 1):
+        for at in (turn % 2, 1 - turn % 2):
+            answers[at].append(step(sides[at]))
+    for process in sides:
+        process.stdin.close()
+        process.wait()
+    return [([seconds for seconds, _, _ in taken[1:]], *taken[-1][1:]) for taken in answers]
 
 
 def main():
@@ -91,23 +99,22 @@ def main():
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1])
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    parser.add_argument("--malloc", choices=MALLOC, default="default")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.peak:
-        print_peak(*json.loads(options.peak), options)
+    if options.train:
+        train(*json.loads(options.train), options)
         return
-    print(f"{datetime.date.today()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-          f"Orchard {orchard.version()}; `python bench/bench_gpt2.py`\n")
+    print(f"{datetime.date.today()}, `python {' '.join(sys.argv)}`\n")
     print("| GPT-2 124M step, B=1 | attention dropout | torch s | Orchard s | ratio | median | "
           "loss torch / Orchard | peak MiB torch / Orchard |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for dropout in options.dropout:
-        (plain, plain_loss), (ours, our_loss) = compare(dropout, options)
-        memory = [peak(dropout, with_orchard, options) for with_orchard in (False, True)]
+        (plain, plain_loss, plain_peak), (ours, our_loss, our_peak) = compare(dropout, options)
         pairs = statistics.median(a / b for a, b in zip(plain, ours))
         print(f"| T={options.length} fp32 | {dropout} | {min(plain):.3f} | {min(ours):.3f} | "
               f"{min(plain) / min(ours):.2f} | {pairs:.2f} | {plain_loss:.5f} / {our_loss:.5f} | "
-              f"{memory[0]:.0f} / {memory[1]:.0f} |", flush=True)
+              f"{plain_peak:.0f} / {our_peak:.0f} |", flush=True)
 
 
 main()

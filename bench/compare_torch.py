@@ -310,12 +310,36 @@ def overhead(seconds):
     torch.set_num_threads(before)
 
 
+def short_backward(context, seconds):
+    """Where the time of the shortest row goes, between the C library and a user's call."""
+    case = Case("", B=4, N=64, causal=True)
+    tensors = [x.detach() for x in case.inputs]
+    out, lse = ops.plain_forward(*tensors, None, True, False)
+    recorded, views = case.our_forward(), [x.view_as(x) for x in case.inputs]
+    cotangents = [case.dout] * 3
+    case.c_forward(context)
+    calls = [lambda: case.c_backward(context),
+             lambda: ops.plain_backward(7, case.dout, out, lse, *tensors, None, True),
+             lambda: torch.autograd.grad(recorded, case.inputs, case.dout, retain_graph=True),
+             lambda: torch.autograd.grad(views, case.inputs, cotangents, retain_graph=True)]
+    names = ("the C library by ctypes, into gradients that exist", "orchard's op, fresh gradients",
+             "the op by torch.autograd.grad", "torch.autograd.grad through views, nothing computed")
+    print("\nThe backward of B=4 N=64 causal, the calls in turn: microseconds\n")
+    print_row("call", "best", "median", "C's best / its best", "by medians")
+    print_row(*["---"] * 5)
+    times = interleave(calls, 4 * seconds)
+    best, middle = ([1e6 * of(taken) for taken in times] for of in (min, statistics.median))
+    for name, least, usual in zip(names, best, middle):
+        print_row(name, f"{least:.0f}", f"{usual:.0f}", f"{best[0] / least:.2f}",
+                  f"{middle[0] / usual:.2f}")
+
+
 def switch_cost(seconds):
     """What orchard.enable() costs code that does not call attention."""
-    x, layer = torch.randn(4, 16), torch.nn.Linear(16, 16)
+    x, layer, count = torch.randn(4, 16), torch.nn.Linear(16, 16), 300
 
     def burst():
-        for _ in range(3000):
+        for _ in range(count):
             F.gelu(layer(x)).sum()
 
     def switched():
@@ -330,7 +354,7 @@ def switch_cost(seconds):
             pairs.append((clock(burst), switched()))
         else:
             pairs.append((switched(), clock(burst))[::-1])
-    off, on = (1e6 / 3000 * min(column) for column in zip(*pairs))
+    off, on = (1e6 / count * min(column) for column in zip(*pairs))
     ratio = statistics.median(on / off for off, on in pairs)
     print("\nlinear + gelu + sum on [4,16], no attention: microseconds without and with "
           f"orchard.enable(): {off:.2f}, {on:.2f}; median ratio {ratio:.3f}")
@@ -449,6 +473,7 @@ def main():
                 good = compare(case, direction, shared.handle, options.seconds) and good
     if not options.rows:
         overhead(options.seconds)
+        short_backward(shared.handle, options.seconds)
         switch_cost(options.seconds)
         alternate([("torch", shared.handle), ("its own", own.handle)], options.shrink,
                   options.seconds)

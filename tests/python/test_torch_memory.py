@@ -1,5 +1,6 @@
 """Memory stays flat, and small: nothing [T,S] is stored for the backward."""
 
+import ctypes
 import os
 import sys
 
@@ -57,6 +58,37 @@ def test_long_sequences_need_little():
 
     attention(Watch.apply(q), k, v, window=(64, 64)).sum().backward()
     assert peak - before < 64 * 2 ** 20
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+        "fordblks", "keepcost")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="malloc's figures are glibc's")
+def test_scratch_lies_outside_of_mallocs_heap():
+    """It is kept, and would keep what torch frees around it from being given back."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+
+    def in_use():
+        return mallinfo().uordblks + mallinfo().hblkhd
+
+    def step(length):
+        q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
+        attention(q, k, v, window=(8, 8)).sum().backward()
+
+    assert cpu.kernel() == "c"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)  # another number: a context of its own
+    step(64)
+    heap, all_of_it = in_use(), resident()
+    step(16384)
+    grown = resident() - all_of_it
+    assert in_use() - heap < 2 ** 18 < 2 ** 20 < grown
+    torch.set_num_threads(threads)
 
 
 def flags_at(address):

@@ -125,6 +125,34 @@ static void fail(journey *j, orchard_status status, const char *sentence)
     }
 }
 
+/* A context's memory; larger blocks have a mapping of their own. Scratch is kept from call to call,
+ * and in the middle of malloc's heap it would keep what torch frees around it from growing
+ * together: 50 MiB of the peak of a GPT-2 with 6 layers. */
+static void *apart(void *user, void *old, size_t old_size, size_t new_size)
+{
+    const size_t large = (size_t)64 << 10;
+    void *made = NULL;
+    (void)user;
+    if (new_size >= large) {
+        made = mmap(NULL, new_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+        made = made == MAP_FAILED ? NULL : made;
+    } else if (new_size) {
+        made = malloc(new_size);
+    }
+    if (!old || (new_size && !made)) {
+        return made;
+    }
+    if (made) {
+        memcpy(made, old, old_size < new_size ? old_size : new_size);
+    }
+    if (old_size >= large) {
+        munmap(old, old_size);
+    } else {
+        free(old);
+    }
+    return made;
+}
+
 /* The calling thread's context, for as many threads as torch uses now; NULL: j says why. In a
  * forked child torch's threads are gone and its parallel_for would hang: Orchard's own pool starts
  * anew there. */
@@ -153,6 +181,7 @@ static orchard_ctx *this_context(journey *j)
     if (!state->ctx) {
         const orchard_ctx_opts opts = {.threads = (int32_t)threads,
                                        .backend = *backends ? backends : NULL,
+                                       .alloc = apart,
                                        .parallel_for = generation ? NULL : call_torch_parallel_for};
         const orchard_status status =
             call_orchard_ctx_create_version(&state->ctx, &opts, ORCHARD_HEADER_VERSION);
