@@ -5,13 +5,13 @@
 
 Random weights and tokens, B=1, fp32, AdamW, the model of Transformers with "sdpa" attention. Each
 kind of step has a process of its own, as a user's would be; they take turns, and turns at being
-first, so that what other tenants do to the machine meets both alike. "ratio" is the best time without
-over the best time with Orchard, "median" that of the ratios of two neighbouring steps. Prints
-markdown.
+first, so that what other tenants do to the machine meets both alike. "ratio" is the best time
+without over the best time with Orchard, "median" that of the ratios of two neighbouring steps.
+Prints markdown.
 
 A step allocates and frees gigabytes. What glibc's malloc gives back, the system must map and clear
 again: by luck a second of a step's time and hundreds of MiB of its peak. `--malloc keeps` lets it
-keep everything, `--malloc returns` give back every larger block at once: its peak is what is in use.
+keep everything, `--malloc returns` give back every larger block at once: the peak is what is used.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 # mallopt's parameters in glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
@@ -105,7 +106,8 @@ def main():
     if options.train:
         train(*json.loads(options.train), options)
         return
-    print(f"{datetime.date.today()}, `python {' '.join(sys.argv)}`\n")
+    print(f"{datetime.date.today()}, torch {version('torch')}, Transformers "
+          f"{version('transformers')}, Orchard {version('orchard')}; `python {' '.join(sys.argv)}`\n")
     print("| GPT-2 124M step, B=1 | attention dropout | torch s | Orchard s | ratio | median | "
           "loss torch / Orchard | peak MiB torch / Orchard |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

@@ -107,10 +107,10 @@ def main() -> None:
           f"{torch.get_num_threads()} threads.")
     for dropout in (0.0, 0.1):
         _, loss, seconds = train(data, options, dropout)
-        print(f"dropout {dropout}   PyTorch  loss {loss:.5f}   {seconds:6.2f} s")
+        print(f"dropout {dropout}   PyTorch  loss {loss:.6f}   {seconds:6.2f} s")
         with orchard.enable():
             model, loss, seconds = train(data, options, dropout)
-        print(f"dropout {dropout}   Orchard  loss {loss:.5f}   {seconds:6.2f} s")
+        print(f"dropout {dropout}   Orchard  loss {loss:.6f}   {seconds:6.2f} s")
     print("\nWho computed the attention of Orchard's runs:")
     print(orchard.report())
     if options.sample:

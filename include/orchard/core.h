@@ -270,7 +270,8 @@ ORCHARD_API orchard_status orchard_explain(orchard_ctx *ctx, const char *op, con
                                            orchard_explanation *explanation);
 
 /* One line of the process-wide report: how often `backend` ran `op` (reason NULL), or how often it
- * did not take a call and for which reason. The strings live as long as the process. */
+ * did not take a call and for which reason; also what audits found ("audit: ...") and when a tune
+ * file sent calls elsewhere ("tune file ..."). The strings live as long as the process. */
 typedef struct orchard_report_line {
     const char *op;
     const char *backend;

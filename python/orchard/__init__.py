@@ -39,8 +39,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .switch import (active, counts, disable, disable_pytorch_overrides, enable,
-                         enable_pytorch_overrides, get_active_overrides)
+    # "as" tells type checkers that the name is public; __all__ would import torch.
+    from .switch import active as active
+    from .switch import counts as counts
+    from .switch import disable as disable
+    from .switch import disable_pytorch_overrides as disable_pytorch_overrides
+    from .switch import enable as enable
+    from .switch import enable_pytorch_overrides as enable_pytorch_overrides
+    from .switch import get_active_overrides as get_active_overrides
 
 
 def __getattr__(name: str) -> Any:

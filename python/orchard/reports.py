@@ -84,12 +84,19 @@ def explain(op: str, *operands: Any, **options: Any) -> Explanation:
 
 @dataclass(frozen=True)
 class ReportLine:
-    """How often a backend ran an operation (reason None), or did not take a call, and why."""
+    """How often a backend ran an operation (reason None), or did not take a call, and why; or what
+    audits found ("audit: ...") and a tune file wished ("tune file ...")."""
 
     op: str
     backend: str
     reason: Optional[str]
     count: int
+
+
+def _what(reason: Optional[str]) -> str:
+    if reason is None:
+        return "ran"
+    return reason if reason.startswith(("audit:", "tune file")) else "did not: " + reason
 
 
 class Report(List[ReportLine]):
@@ -99,8 +106,7 @@ class Report(List[ReportLine]):
         if not self:
             return "no calls yet"
         rows = [("op", "backend", "calls", "")]
-        rows += [(line.op, line.backend, str(line.count), "ran" if line.reason is None else
-                  "did not: " + line.reason) for line in self]
+        rows += [(line.op, line.backend, str(line.count), _what(line.reason)) for line in self]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join(f"{op:<{widths[0]}}  {backend:<{widths[1]}}  {calls:>{widths[2]}}  {what}"
                          .rstrip() for op, backend, calls, what in rows)

@@ -303,6 +303,16 @@ def test_explain_says_what_report_then_counts():
     assert orchard.memory_report() == (0, 0, 0, 0)
 
 
+def test_a_report_tells_audits_from_refusals():
+    code = ("import numpy as np, orchard\nq = np.ones((1, 1, 2, 2), np.float32)\n"
+            "orchard.attention_forward(q, q, q)\nprint(orchard.report())")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env={**os.environ, "ORCHARD_AUDIT": "1", "ORCHARD_BACKEND": "cpu,ref"})
+    lines = [line.split(None, 3) for line in done.stdout.splitlines()[1:]]
+    assert lines == [["attention_forward", "cpu", "1", "ran"],
+                     ["attention_forward", "cpu", "1", "audit: agrees"]], done
+
+
 def test_explain_refuses_what_the_call_refuses():
     q = RNG.standard_normal((1, 2, 5, 8)).astype(np.float32)
     with pytest.raises(orchard.ArgumentError, match="explain: there is no operation 'attention'"):

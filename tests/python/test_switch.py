@@ -4,6 +4,7 @@ Values are compared with torch's own function, reached past the switch as THE.to
 """
 
 import math
+import pathlib
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ def test_with_block_reaches_and_restores():
         assert F.scaled_dot_product_attention is not THE.torch
         assert "torch.nn.functional.scaled_dot_product_attention" in switch.active()
         assert f"{__name__}.imported_earlier" in switch.active()
+        assert "torch.nn.attention.bias.CausalBias.__torch_function__" in switch.active()
+        assert "torch.backends.mha.set_fastpath_enabled(False)" in switch.active()
+        assert len(switch.active()) == len(set(switch.active()))
         out = F.scaled_dot_product_attention(q, k, v)
         assert type(out.grad_fn).__name__.startswith("Attention")
     assert switch.counts() == {switch.SERVED: 1}
@@ -522,3 +526,16 @@ def test_a_scale_that_the_compiler_does_not_know():
         for size in (8, 16):
             q = qkv(2, 3, 5, size)[0].detach()
             close(compiled(q), THE.torch(q, q, q, scale=size ** -0.5))
+
+
+def test_the_three_lines_of_the_readme():
+    page = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+    code = page.read_text().split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) == 3
+    q, k, v = qkv(2, 3, 9, 8)
+
+    def train(model):
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+
+    exec(code, {"train": train, "model": None})
+    assert switch.counts() == {switch.SERVED: 1}

@@ -111,6 +111,20 @@ def test_dynamic_shapes_make_one_graph():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_each_scale_is_a_graph_of_its_own():
+    """torch.compile takes numbers of Python as constants; docs/pytorch.md says so."""
+    torch._dynamo.reset()
+    counters.clear()
+
+    def call(q, k, v, scale):
+        return attention(q, k, v, scale=scale)
+
+    compiled, tensors = torch.compile(call, fullgraph=True, backend="aot_eager"), leaves()
+    for scale in (0.5, 0.25, 0.5):
+        assert torch.equal(compiled(*tensors, scale), call(*tensors, scale))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 def test_dynamic_shapes_by_inductor():
     """Its own code around the two ops, for other lengths than it was compiled for."""
     counters.clear()

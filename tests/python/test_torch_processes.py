@@ -86,6 +86,19 @@ def test_many_threads_at_once():
     assert not wrong and not any(t.is_alive() for t in running)
 
 
+def test_backward_in_another_thread_than_forward():
+    """As autograd's own threads for devices do, and users'."""
+    q, k, v = (torch.randn(2, 3, 33, 16, requires_grad=True) for _ in range(3))
+    for options in ({"is_causal": True}, {"dropout_p": 0.3}):
+        out, found = attention(q, k, v, **options), []
+        expected = torch.autograd.grad(out.sin().sum(), (q, k, v), retain_graph=True)
+        thread = threading.Thread(target=lambda: found.extend(
+            torch.autograd.grad(out.sin().sum(), (q, k, v))))
+        thread.start()
+        thread.join(60)
+        assert len(found) == 3 and same(found, expected)
+
+
 def test_threads_come_and_go_without_leaving_memory():
     """Each thread's context ends with it."""
     def round_of(count):

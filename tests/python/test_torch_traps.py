@@ -493,7 +493,7 @@ def test_old_torch_one_sentence():
                "sys.modules['torch'] = t\n"
                "try:\n    import orchard.torch\n"
                "except ImportError as e:\n    print(e)")
-    assert "or later, this is 2.1.0+cpu" in done.stdout, done
+    assert "needs PyTorch 2.10 or later, this is 2.1.0+cpu" in done.stdout, done
     assert done.stdout.count("\n") == 1
 
 

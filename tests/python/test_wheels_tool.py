@@ -12,7 +12,9 @@ import pathlib
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
+import lief
 import pytest
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ELF files are Linux'")
@@ -125,3 +127,31 @@ def test_the_wrong_system_and_processor(judged, files):
     wrong = judged(files, name="macos-arm64")
     assert f"{LIBRARY.replace('.so', '.dylib')} has the wrong format" in wrong
     assert any(one.startswith(f"{LIBRARY} is for") for one in judged(files, name="linux-aarch64"))
+
+
+def macho(**changes):
+    """What lief tells of a right library for macOS on arm64, but for the changes."""
+    command = lief.MachO.LoadCommand.TYPE
+    facts = {"processor": "ARM64", "own": "@rpath/liborchard.0.dylib", "minos": [11, 0, 0],
+             "loads": ["/usr/lib/libSystem.B.dylib"], "signed": True, **changes}
+    libraries = [SimpleNamespace(command=command.ID_DYLIB, name=facts["own"])] + [
+        SimpleNamespace(command=command.LOAD_DYLIB, name=name) for name in facts["loads"]]
+    return SimpleNamespace(
+        header=SimpleNamespace(cpu_type=SimpleNamespace(name=facts["processor"])),
+        libraries=libraries, has_build_version=True, has_version_min=False,
+        build_version=SimpleNamespace(minos=facts["minos"]),
+        has_code_signature=facts["signed"])
+
+
+def test_libraries_for_macos(tool):
+    def judge(**changes):
+        return tool.check_macho(lief, "x", macho(**changes), tool.TARGETS["macos-arm64"])
+
+    assert judge() == []
+    for words, changes in (("is for", {"processor": "X86_64"}),
+                           ("calls itself /tmp/x", {"own": "/tmp/x"}),
+                           ("loads /opt/libomp.dylib", {"loads": ["/opt/libomp.dylib"]}),
+                           ("asks for macOS 14.0.0", {"minos": [14, 0, 0]}),
+                           ("not signed", {"signed": False})):
+        wrong = judge(**changes)
+        assert len(wrong) == 1 and words in wrong[0], wrong

@@ -26,7 +26,24 @@ def test_wheels_are_built_and_kept():
 def test_macos_runs_the_cpu_tests_and_says_when_there_is_no_gpu():
     assert JOBS["macos"]["runs-on"].startswith("macos-")
     assert "tests/run release python" in COMMANDS["macos"]
-    assert "no Metal device" in COMMANDS["macos"][-1]
+    there, absent = COMMANDS["macos"][-1].split("else")
+    for command in ("orchard doctor", "orchard explain attention --backend metal",
+                    "tests/attention_test --backend metal",
+                    "tests/attention_storage_test --backend metal"):
+        assert f"\nbuild/test-release/{command}" in re.sub(r"\n\s*(if |doctor=\$\()?", "\n",
+                                                          "\n" + there), command
+    assert "no Metal device" in absent
+
+
+def test_the_demo_ends_with_the_tiny_gpt():
+    recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
+    assert recipe.splitlines()[-1] == "\t@.venv/bin/python examples/tiny_gpt.py"
+
+
+def test_readme_begins_with_the_three_lines():
+    """They stand on its first screen; test_switch.py runs them."""
+    screen = (ROOT / "README.md").read_text().splitlines()[:20]
+    assert "orchard.enable()" in "\n".join(screen)
 
 
 def test_every_command_is_shell_and_is_there():

@@ -80,13 +80,12 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.made = 0
-        real = orchard_transformers.sdpa_mask
-
-        def counting(*args, **kwargs):
-            made = real(*args, **kwargs)
-            self.made += made is not None and made.shape[2] > 1
-            return made
-        monkeypatch.setattr(orchard_transformers, "sdpa_mask", counting)
+        for name in ("sdpa_mask", "eager_mask"):
+            def counting(*args, real=getattr(orchard_transformers, name), **kwargs):
+                made = real(*args, **kwargs)
+                self.made += made is not None and made.shape[2] > 1
+                return made
+            monkeypatch.setattr(orchard_transformers, name, counting)
 
 
 @pytest.fixture(autouse=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Literal, Optional, Tuple, Union, overload
 
 import torch
-from torch import is_grad_enabled
+from torch import Tensor, is_grad_enabled
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._library import ArgumentError, DtypeError, OrchardError, ShapeError, UnsupportedError
 from . import autograd, cpu, mps_attention, onlookers, ops, outputs
 from .onlookers import any_onlooker
 
-Tensor = torch.Tensor
 NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 INTEGER = (int, torch.SymInt)
 ALIGNMENTS = {"top_left": False, "bottom_right": True}
@@ -330,6 +329,24 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
         out = _unfold(out, leading, rank)
         lse = _unfold(lse, leading, rank) if with_lse else None
     return out, lse
+
+
+@overload
+def scaled_dot_product_attention(*operands: Any, return_lse: Literal[True],
+                                 **options: Any) -> Tuple[Tensor, Tensor]: ...
+
+
+@overload
+def scaled_dot_product_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Optional[Tensor] = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: Optional[float] = None,
+        enable_gqa: bool = False, *, bias: Optional[Tensor] = None,
+        window: Optional[Tuple[int, int]] = None, softcap: Optional[float] = None,
+        alibi_slopes: Optional[Tensor] = None, sinks: Optional[Tensor] = None,
+        causal_alignment: str = "top_left", key_lengths: Optional[Tensor] = None,
+        cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_k: Optional[Tensor] = None,
+        max_seqlen_q: Optional[int] = None, max_seqlen_k: Optional[int] = None,
+        return_lse: Literal[False] = False) -> Tensor: ...
 
 
 def scaled_dot_product_attention(
