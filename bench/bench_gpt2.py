@@ -107,7 +107,8 @@ def main():
         train(*json.loads(options.train), options)
         return
     print(f"{datetime.date.today()}, torch {version('torch')}, Transformers "
-          f"{version('transformers')}, Orchard {version('orchard')}; `python {' '.join(sys.argv)}`\n")
+          f"{version('transformers')}, Orchard {version('orchard')}; "
+          f"`python {' '.join(sys.argv)}`\n")
     print("| GPT-2 124M step, B=1 | attention dropout | torch s | Orchard s | ratio | median | "
           "loss torch / Orchard | peak MiB torch / Orchard |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

@@ -1,8 +1,8 @@
 """A C context per thread and set of options, made when first needed.
 
 A context serves one thread at a time, so every thread has its own; it ends with its thread, or when
-a device of its was lost. After a fork the child makes new ones: what the parent's other threads held
-at that moment is not touched.
+a device of its was lost. After a fork the child makes new ones: what the parent's other threads
+held at that moment is not touched.
 """
 
 from __future__ import annotations

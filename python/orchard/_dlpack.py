@@ -1,9 +1,9 @@
 """DLPack through ctypes: torch tensors, JAX arrays, and whatever else exports `__dlpack__`.
 
-An exporter hands out a capsule. Who wants the memory for good renames it and calls the deleter inside;
-here it is kept as it is for as long as a call lasts, and then gives the memory back by itself. Both
-kinds are read: "dltensor", and since DLPack 1.0 "dltensor_versioned", which also says whether the
-memory is read-only or a copy. Only memory of the CPU is taken.
+An exporter hands out a capsule. Who wants the memory for good renames it and calls the deleter
+inside; here it is kept as it is for as long as a call lasts, and then gives the memory back by
+itself. Both kinds are read: "dltensor", and since DLPack 1.0 "dltensor_versioned", which also says
+whether the memory is read-only or a copy. Only memory of the CPU is taken.
 """
 
 from __future__ import annotations

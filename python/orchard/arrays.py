@@ -54,8 +54,8 @@ def export(op: str, name: str, array: Any) -> Export:
                               f"{name}.resolve_neg()")
         _check_unwatched(op, name)
         if sys.modules["torch"].autograd.forward_ad.unpack_dual(array).tangent is not None:
-            raise ArgumentError(f"{op}: {name} has a forward-mode derivative, which orchard.{op} would "
-                                "lose")
+            raise ArgumentError(f"{op}: {name} has a forward-mode derivative, which orchard.{op} "
+                                "would lose")
         return _dlpack.export(op, name, array)
     if _is_of("numpy.ma", "MaskedArray", array):
         raise ArgumentError(f"{op}: {name} is a masked array, and its mask would be lost: pass "

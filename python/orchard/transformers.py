@@ -24,9 +24,9 @@ of keys once more (they are those of longer rows), also while compiling; and for
 padded, concatenated, cut or computed with is refused.
 
 Only the last form can cost memory of T x S, and only where a model's mask is none of the others,
-where the model changes masks (DeepSeek-V4), or where Transformers does not vouch for the model: some
-compute attention themselves with the mask they get (BLOOM, MPNet), some decoders say is_causal=False
-(NLLB-MoE). The last two get the mask of "eager".
+where the model changes masks (DeepSeek-V4), or where Transformers does not vouch for the model:
+some compute attention themselves with the mask they get (BLOOM, MPNet), some decoders say
+is_causal=False (NLLB-MoE). The last two get the mask of "eager".
 """
 
 from __future__ import annotations
@@ -166,13 +166,14 @@ def _description(numbers: Tensor, keys: int, window: int) -> Tensor:
 
 
 def _read(description: Tensor, keys: int) -> Tuple[Tensor, int]:
-    """The numbers [B,N] and the window of a description, which must be as `_description` made it, or
-    a copy of that."""
+    """The numbers [B,N] and the window of a description, which must be as `_description` made it,
+    or a copy of that."""
     _, length, queries, columns = description.shape
     window = columns - 2
     row = description[:, :, 0, 0]
-    words = (f"orchard.transformers: a mask {list(description.shape)} of {description.dtype} is not "
-             'as it was made for "orchard": this model changes its masks; use "eager" or "sdpa"')
+    words = (f"orchard.transformers: a mask {list(description.shape)} of {description.dtype} is "
+             'not as it was made for "orchard": this model changes its masks; use "eager" or '
+             '"sdpa"')
     if window < 0 or queries != 1 or length < 6:
         raise UnsupportedError(words)
     if description.stride(3) != 0:
@@ -291,7 +292,7 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
         made = eager_mask(*args, **{**kwargs, "config": config,
                                     "allow_is_bidirectional_skip": False})
     elif torch.jit.is_tracing() or _mapped(kwargs.get("attention_mask")):
-        # A trace would keep what its example's lengths and padding said; vmap has one for each sample.
+        # A trace would keep what its example's lengths and padding said; vmap has one per sample.
         made = sdpa_mask(*args, **{**kwargs, "config": config, "allow_is_causal_skip": False,
                                    "allow_is_bidirectional_skip": False})
     else:
@@ -368,7 +369,8 @@ def _described(attention_mask: Tensor) -> bool:
     return attention_mask.dtype in (torch.int32, torch.uint8, torch.int64)
 
 
-def _options(attention_mask: Optional[Tensor], batch: int, length: int, keys: int) -> Dict[str, Any]:
+def _options(attention_mask: Optional[Tensor], batch: int, length: int,
+             keys: int) -> Dict[str, Any]:
     """The arguments of our function that a mask stands for; "crop": how many keys there are."""
     if attention_mask is None:
         return {"causal_alignment": "bottom_right"}
@@ -435,7 +437,7 @@ def _check_unpadded(options: Dict[str, Any], keys: int) -> None:
 
 
 def _chosen(given: Optional[Tensor], indices: Tensor, keys: int, crop: int) -> Tensor:
-    """A mask that leaves each query the keys of `indices` [B,T,n], as sparse attention chose them."""
+    """A mask that leaves each query the keys of `indices` [B,T,n], that sparse attention chose."""
     seen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
     seen = seen.scatter(-1, indices.long(), True)[:, None, :, :crop]
     if given is None:

@@ -99,8 +99,8 @@ class AttentionPlain(torch.autograd.Function):
 
 
 class AttentionFast(torch.autograd.Function):
-    """out, or (out, lse), of orchard::attention_forward. What takes no gradient comes in two tuples,
-    an lse that nobody wants is no output: each saves microseconds."""
+    """out, or (out, lse), of orchard::attention_forward. What takes no gradient comes in two
+    tuples, an lse that nobody wants is no output: each saves microseconds."""
 
     @classmethod
     def apply(cls, q, k, v, bias, sinks, others, options, with_lse):
@@ -138,8 +138,8 @@ _record = super(torch.autograd.Function, AttentionFast).apply
 
 
 def record_plain(q, k, v, scale, causal, gqa) -> Optional[torch.Tensor]:
-    """AttentionPlain.apply, as AttentionFast's; a plain function, which costs less to find. None: the
-    op refused."""
+    """AttentionPlain.apply, as AttentionFast's; a plain function, which costs less to find. None:
+    the op refused."""
     try:
         if _unwrap_if_dead is None:
             return AttentionPlain.apply(q, k, v, scale, causal, gqa)

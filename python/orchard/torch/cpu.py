@@ -17,8 +17,8 @@ from typing import Optional, Tuple
 import torch
 
 from .. import _library, _structs
-from .._library import (ERRORS, CompileError, DeviceError, OrchardError, OutOfMemoryError, ShapeError,
-                        UnsupportedError, lib)
+from .._library import (ERRORS, CompileError, DeviceError, OrchardError, OutOfMemoryError,
+                        ShapeError, UnsupportedError, lib)
 from . import operands, outputs, threads
 from .outputs import GRADIENTS, Tensors2, Tensors5, check_present
 

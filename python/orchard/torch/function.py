@@ -243,8 +243,8 @@ def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
             return made
     if needs:
         q, k, v, bias, sinks = _distinct(q, k, v, bias, sinks)
-        made = autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest[:4]), rest[4:],
-                                            with_lse)
+        made = autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest[:4]),
+                                            rest[4:], with_lse)
         return made if with_lse else (made, None)
     return ops.forward(q, k, v, bias, mask, alibi, sinks, *rest)
 
@@ -266,8 +266,9 @@ def _widen(operand: object) -> object:
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], causal: bool,
            gqa: bool) -> Optional[Tensor]:
-    """A call without options by the ops made for that; None where they do not serve: then `_general`
-    does, or says what is wrong. Only the questions that those ops would not notice themselves."""
+    """A call without options by the ops made for that; None where they do not serve: then
+    `_general` does, or says what is wrong. Only the questions that those ops would not notice
+    themselves."""
     if (not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and q.dim() == 4)
             or not (scale is None or type(scale) is float) or any_onlooker()):
         return None
@@ -319,7 +320,8 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
                                                  softcap, window)
     dropout, seed = 0.0, None
     if dropout_p != 0.0:
-        dropout, seed = _check_number("dropout_p", dropout_p), torch.randint(SEEDS, (), device="cpu")
+        dropout = _check_number("dropout_p", dropout_p)
+        seed = torch.randint(SEEDS, (), device="cpu")
 
     out, lse = attention(with_lse, q, k, v, bias, mask, alibi_slopes, sinks, key_lengths,
                          cu_seqlens_q, cu_seqlens_k, seed, max_t, max_s, scale, bool(is_causal),
@@ -402,8 +404,8 @@ def scaled_dot_product_attention(
         for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa),
                            ("return_lse", return_lse)):
             if getattr(flag, "ndim", 0):  # several numbers are neither true nor false
-                raise ArgumentError(f"attention: {name} is a {type(flag).__name__}, must be True or "
-                                    "False") from None
+                raise ArgumentError(f"attention: {name} is a {type(flag).__name__}, must be True "
+                                    "or False") from None
         _check_number("dropout_p", dropout_p)
         _check_alignment(causal_alignment)
         raise cpu.translate(error) from None

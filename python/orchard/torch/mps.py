@@ -8,8 +8,8 @@ PyTorch's own operations use, so their order is PyTorch's, nothing waits, and no
     if reason is None:
         launcher.run("attention_forward", operands, options)     # writes operands["out"]
 
-`forward` and `backward` do what `orchard::attention_*` do, or raise `Refused`; `report()` tells what
-became of the calls so far (a part of `orchard.report()`).
+`forward` and `backward` do what `orchard::attention_*` do, or raise `Refused`; `report()` tells
+what became of the calls so far (a part of `orchard.report()`).
 
 What compile_shader promises, and what is made of it (torch 2.7 and later):
 - argument i is buffer i; a tensor binds the MTLBuffer of its storage, private or shared, at the

@@ -31,7 +31,7 @@ class _Last(threading.local):
     refusal: Optional[str] = None
 
 
-last = _Last()  # why this thread's last refused call was; whoever asks about a call clears it before
+last = _Last()  # why this thread's last refused call was; who asks about a call clears it before
 
 
 def asks(query: torch.Tensor) -> bool:
@@ -150,7 +150,7 @@ def _note(op: str, reason: str) -> None:
 
 
 def failed(op: str, why: str) -> None:
-    """Orchard's kernels took a call and broke off: counted; an error where no fallback is allowed."""
+    """Orchard's kernels took a call and broke off: counted; an error where no fallback may be."""
     mps.launcher.count(op, why)
     _note(op, why)
 

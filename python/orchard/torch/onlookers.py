@@ -1,5 +1,5 @@
-"""Who looks on while a call is made: compilers, modes, transforms. Questions to torch, some by names
-that are private and may be absent: the answer is then the one that is right for all, if slow.
+"""Who looks on while a call is made: compilers, modes, transforms. Questions to torch, some by
+names that are private and may be absent: the answer is then the one that is right for all, if slow.
 
 They are called by names of their own, since after a large computation every lookup in a module is a
 cache miss.

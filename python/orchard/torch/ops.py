@@ -44,8 +44,9 @@ exported = torch.ops.orchard.attention.default
 # of a few microseconds should. For eager calls; no compiler, mode or transform ever sees these.
 library.define("_plain_forward(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool gqa) "
                "-> (Tensor out, Tensor lse)")
-library.define("_plain_backward(int needs, Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, "
-               "Tensor v, float? scale, bool causal) -> (Tensor dq, Tensor dk, Tensor dv)")
+library.define("_plain_backward(int needs, Tensor dout, Tensor out, Tensor lse, Tensor q, "
+               "Tensor k, Tensor v, float? scale, bool causal) "
+               "-> (Tensor dq, Tensor dk, Tensor dv)")
 
 
 def _direct(op: torch._ops.OpOverload) -> Callable:

@@ -86,8 +86,8 @@ class Packing:
 
 
 def hide(seen: torch.Tensor, *tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """Keys or values [B,G,S,...] with 0 in place of those that no query of their batch element sees:
-    they may hold anything, and 0 * NaN is NaN. `seen` broadcasts to [B,H,T,S]."""
+    """Keys or values [B,G,S,...] with 0 in place of those that no query of their batch element
+    sees: they may hold anything, and 0 * NaN is NaN. `seen` broadcasts to [B,H,T,S]."""
     seen = seen[(None,) * (4 - seen.dim())]
     shown = seen.any(2).any(1)[:, None, :, None]
     return tuple(torch.where(shown, x, 0) for x in tensors)
@@ -142,7 +142,8 @@ def _scene(q, k, tensors, lengths_t, lengths_s, options, dtype) -> Scene:
         penalty = alibi.to(dtype).view(-1, heads, 1, 1) * (at - keys).abs()
     if options.dropout > 0:
         kept = keep(seed, options.dropout, batch, heads, length_t, length_s)
-        factor = kept.to(device).to(dtype) * (1 / (1 - options.dropout) if options.dropout < 1 else 0.0)
+        gain = 1 / (1 - options.dropout) if options.dropout < 1 else 0.0
+        factor = kept.to(device).to(dtype) * gain
     scale = size ** -0.5 if options.scale is None else options.scale
     return Scene(seen, penalty, factor, scale, options.softcap)
 

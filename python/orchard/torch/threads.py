@@ -36,8 +36,8 @@ def torch_library() -> Optional[ctypes.CDLL]:
 
 
 def forked() -> bool:
-    """Whether this process is a fork (Linux tells): torch's threads may have been left behind before
-    Orchard was imported."""
+    """Whether this process is a fork (Linux tells): torch's threads may have been left behind
+    before Orchard was imported."""
     try:
         with open("/proc/self/stat", "rb") as file:
             flags = int(file.read().rpartition(b")")[2].split()[6])
