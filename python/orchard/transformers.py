@@ -393,7 +393,8 @@ def _options(attention_mask: Optional[Tensor], batch: int, length: int,
                                f'{batch} of them: this model cuts its masks; use "eager" or "sdpa"')
     if said.dtype == torch.uint8:
         found["crop"] = said.shape[1]
-        found["attn_mask"] = said.view(torch.bool)[:, None, None, :]
+        # Not .view: Inductor would save it for backward with the strides of the first length.
+        found["attn_mask"] = said.to(torch.bool)[:, None, None, :]
         return found
     found["key_lengths"] = said[:, 0]
     if said.dtype == torch.int64:

@@ -110,3 +110,32 @@ def test_the_op_itself():
     found = torch.func.vmap(lambda x: ops.exported(x, k.detach(), v.detach(), *rest)[0])(many)
     for a, x in zip(found, many):
         torch.testing.assert_close(a, call(x, k, v).detach())
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"softcap": 3.0, "window": (2, 1)}])
+def test_traced_modules_are_saved_and_trained(options):
+    """By torch.jit.trace, whose own check runs without gradients, with gradients on and off."""
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.inner(x).view(*x.shape[:-1], 3, 2, 4).permute(2, 0, 3, 1, 4)
+            return x + attention(q, k, v, **options).transpose(1, 2).flatten(-2)
+
+    torch.manual_seed(1)
+    block, x = Block(), torch.randn(2, 5, 8)
+    parameters = list(block.parameters())
+    expected = torch.autograd.grad(block(x).square().sum(), parameters)
+    for recording in (True, False):
+        with torch.set_grad_enabled(recording):
+            traced = torch.jit.trace(block, x)
+        found = torch.autograd.grad(traced(x).square().sum(), parameters)
+        torch.testing.assert_close(found, expected)
+        file = io.BytesIO()
+        torch.jit.save(traced, file)
+        file.seek(0)
+        loaded = torch.jit.load(file)
+        found = torch.autograd.grad(loaded(x).square().sum(), list(loaded.parameters()))
+        torch.testing.assert_close(found, expected)

@@ -101,6 +101,21 @@ def test_traced_without_padding_used_with_it(name):
             same(call(ids, keys), traced(ids, keys), keys)
 
 
+def test_training_by_inductor_at_another_length():
+    """What its code saves for backward has the strides of the length at hand."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    eager, ours = both_ways(T.LlamaForCausalLM(T.LlamaConfig(**dict(LLAMA, num_hidden_layers=1))))
+    compiled = torch.compile(ours, dynamic=True)
+    for length in (12, 17):
+        ids, keys, found = tokens(3, length), padding("left", length=length), []
+        for model, call in ((eager, eager), (ours, compiled)):
+            made = call(ids, attention_mask=keys, use_cache=False).logits[keys.bool()]
+            found.append(torch.autograd.grad(made.sin().sum(), list(model.parameters())))
+        for want, have in zip(*found):
+            torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
+
+
 def test_gradients_of_each_sample():
     """torch.func.vmap over sentences with padding of their own."""
     eager, ours = pair("mistral")

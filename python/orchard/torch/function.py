@@ -234,7 +234,7 @@ def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
     """(out, lse) for arguments in the order of the op's schema, by the right Function."""
     if _transformed():
         return autograd.Attention.apply(q, k, v, bias, mask, alibi, sinks, *rest)
-    if onlookers.exporting():
+    if onlookers.kept():
         return ops.exported(q, k, v, bias, mask, alibi, sinks, *rest)
     needs = outputs.needed(q, k, v, bias, sinks) if torch.is_grad_enabled() else 0
     if mps_attention.asks(q):

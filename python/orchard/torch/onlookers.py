@@ -26,6 +26,12 @@ _tracing_state = getattr(torch._C, "_get_tracing_state", lambda: True)  # of tor
 TRACED = (FakeTensor, FunctionalTensor)
 
 
+def kept() -> bool:
+    """Whether the ops of this call are kept as a program, by torch.export or torch.jit.trace, which
+    may be run where gradients are wanted although none are now."""
+    return exporting() or _tracing_state() is not None
+
+
 def forward_mode() -> bool:
     """Whether forward-mode derivatives are being computed, by torch.func or not; maybe by another
     thread: torch counts for all of them."""
