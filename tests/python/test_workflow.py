@@ -30,8 +30,7 @@ def test_macos_runs_the_cpu_tests_and_says_when_there_is_no_gpu():
     for command in ("orchard doctor", "orchard explain attention --backend metal",
                     "tests/attention_test --backend metal",
                     "tests/attention_storage_test --backend metal"):
-        assert f"\nbuild/test-release/{command}" in re.sub(r"\n\s*(if |doctor=\$\()?", "\n",
-                                                          "\n" + there), command
+        assert f"build/test-release/{command}" in there
     assert "no Metal device" in absent
 
 

@@ -333,6 +333,7 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
     return out, lse
 
 
+# For type checkers, which want the whole signature again for each kind of result.
 @overload
 def scaled_dot_product_attention(*operands: Any, return_lse: Literal[True],
                                  **options: Any) -> Tuple[Tensor, Tensor]: ...
