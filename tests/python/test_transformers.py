@@ -9,8 +9,10 @@ import torch
 from transformers_models import (MODELS, OTHERS, T, both_ways, cache_of, logits, one_thread, padding,
                                  pair, same, tokens, watch)
 
+import orchard.torch
 import orchard.transformers as orchard_transformers
 from orchard import OrchardError
+from orchard.transformers import masks as orchard_masks
 
 
 # ---- Logits --------------------------------------------------------------------------------------
@@ -199,14 +201,13 @@ def test_dropout_falls_repeats_and_has_its_rate():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
 def test_models_pass_their_own_rate(name, monkeypatch):
-    real, rates = orchard_transformers._orchard_torch.scaled_dot_product_attention, []
+    real, rates = orchard.torch.scaled_dot_product_attention, []
 
     def attention(q, k, v, mask, dropout, *rest, **options):
         rates.append(dropout)
         return real(q, k, v, mask, dropout, *rest, **options)
 
-    monkeypatch.setattr(orchard_transformers._orchard_torch, "scaled_dot_product_attention",
-                        attention)
+    monkeypatch.setattr(orchard.torch, "scaled_dot_product_attention", attention)
     config = MODELS[name][1]()
     setattr(config, "attn_pdrop" if name == "gpt2" else "attention_dropout", 0.15)
     model = MODELS[name][0]._from_config(config, attn_implementation="orchard")
@@ -251,7 +252,7 @@ def test_models_that_may_not_follow_the_interface(name, calls, config):
     ours.load_state_dict(eager.state_dict())
     ids = tokens(3, 14)
     with torch.no_grad(), pytest.warns(UserWarning, match="does not say that the models of"):
-        orchard_transformers._unsure.cache_clear()
+        orchard_masks._unsure.cache_clear()
         same(eager(ids)[0], ours(ids)[0])
     with torch.no_grad():
         for side in ("right", "left"):
@@ -312,7 +313,8 @@ def test_doctor_hears_compiled_models_and_leaves_modes_alone(capsys):
 
 
 def test_a_transformers_that_is_missing_or_too_old(monkeypatch):
-    monkeypatch.delitem(sys.modules, "orchard.transformers")
+    for name in [one for one in sys.modules if one.startswith("orchard.transformers")]:
+        monkeypatch.delitem(sys.modules, name)
     with monkeypatch.context() as now:
         now.setattr("transformers.masking_utils.sdpa_mask", lambda batch_size, cache_position: None)
         with pytest.raises(ImportError, match=r"needs Transformers 5\.22 or later.*q_offset"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as T
 
-import orchard.transformers as orchard_transformers
+from orchard.transformers import masks as orchard_masks
 
 COMMON = dict(vocab_size=61, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
               eos_token_id=None)
@@ -81,11 +81,11 @@ class Watch:
     def __init__(self, monkeypatch):
         self.made = 0
         for name in ("sdpa_mask", "eager_mask"):
-            def counting(*args, real=getattr(orchard_transformers, name), **kwargs):
+            def counting(*args, real=getattr(orchard_masks, name), **kwargs):
                 made = real(*args, **kwargs)
                 self.made += made is not None and made.shape[2] > 1
                 return made
-            monkeypatch.setattr(orchard_transformers, name, counting)
+            monkeypatch.setattr(orchard_masks, name, counting)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,21 @@
+"""Transformers: importing this module makes attn_implementation="orchard" a valid choice.
+
+    import orchard.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="orchard")
+    model.set_attn_implementation("orchard")        # or later; "sdpa" and "eager" lead back
+    orchard.transformers.doctor(model)              # what each layer does, and why
+
+Two functions are registered. `mask` (masks.py) is called once per forward and kind of layer, and
+says in as few numbers as possible who sees whom; `attention` (calls.py) is called by every layer
+and understands it. What they say to each other is in forms.py.
+"""
+
+from .interfaces import NAME, AttentionInterface, AttentionMaskInterface
+from .calls import attention as attention
+from .diagnosis import doctor as doctor
+from .masks import mask as mask
+
+__all__ = ["attention", "doctor", "mask"]
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)

@@ -1,0 +1,104 @@
+"""`doctor`: how each attention layer of a model is computed, and why."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Dict, List, Optional
+
+import torch
+
+from .._library import ArgumentError
+from .interfaces import NAME
+from .listening import Call, listen
+
+Tensor = torch.Tensor
+
+
+def _probes(model: Any) -> Dict[str, Dict[str, Tensor]]:
+    """Small inputs for a text model: plain, and with padding on either side."""
+    words = getattr(model.config.get_text_config(), "vocab_size", None)
+    if words is None or model.main_input_name != "input_ids":
+        raise ArgumentError(f"orchard.transformers: doctor makes inputs for text models only; pass "
+                            f"those of {type(model).__name__}: doctor(model, "
+                            f"{model.main_input_name}=...)")
+    ids = torch.arange(2 * 16, device=model.device).reshape(2, 16) % words
+    keys = torch.ones_like(ids)
+    right, left = keys.clone(), keys.clone()
+    right[1, 11:] = 0
+    left[1, :5] = 0
+    decoder = {"decoder_input_ids": ids[:, :6]} if model.config.is_encoder_decoder else {}
+    return {name: {"input_ids": ids, "attention_mask": mask, **decoder} for name, mask in
+            (("plain", keys), ("right padding", right), ("left padding", left))}
+
+
+def _calls(model: Any, inputs: Dict[str, Any]) -> List[Call]:
+    training = {module: module.training for module in model.modules()}
+    # Compiled code makes its calls unheard.
+    eager = getattr(torch.compiler, "set_stance", lambda stance: contextlib.nullcontext())
+    try:
+        model.eval()
+        with torch.no_grad(), eager("force_eager"), listen() as calls:
+            model(**inputs)
+        return calls
+    finally:
+        for module, was in training.items():
+            module.training = was
+
+
+def _silent(name: str, module: torch.nn.Module, heard: set) -> Optional[str]:
+    """Why a module that looks like attention never called us; None for other modules."""
+    if not type(module).__name__.endswith("Attention") or any(
+            name == other or other.startswith(name + ".") for other in heard):
+        return None
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if chosen is None:
+        return None
+    if chosen == NAME:
+        return "not Orchard: this layer computes its attention itself, or was not reached"
+    return f'not Orchard: its attn_implementation is "{chosen}"'
+
+
+def _advice(model: Any, chosen: Optional[str]) -> str:
+    """To somebody whose model never calls Orchard."""
+    if chosen == NAME:
+        return "this model computes its attention itself"
+    can_be_set = getattr(type(model), "_can_set_attn_implementation", lambda: True)
+    if not can_be_set():  # private, so it may be absent
+        return (f"this model does not follow Transformers' attention interface, so "
+                f'set_attn_implementation("{NAME}") is not taken')
+    return f'model.set_attn_implementation("{NAME}")'
+
+
+def doctor(model: Any, **inputs: Any) -> List[str]:
+    """Prints, layer by layer, how each attention is computed and why; returns the lines.
+
+    Runs the model forward without gradients: on `inputs` (input_ids=..., attention_mask=...), or on
+    two sentences of 16 tokens without padding, padded on the right, padded on the left.
+    """
+    chosen = getattr(model.config, "_attn_implementation", None)
+    probes = {"your inputs": inputs} if inputs else _probes(model)
+    calls = {name: _calls(model, given) for name, given in probes.items()}
+    names = {module: name for name, module in model.named_modules()}
+    layers: Dict[str, Dict[str, List[Call]]] = {}
+    for probe, heard in calls.items():
+        for call in heard:
+            layers.setdefault(names[call.module], {}).setdefault(probe, []).append(call)
+    lines = [f'{type(model).__name__}: attn_implementation "{chosen}", {len(layers)} attention '
+             f"layers by Orchard"]
+    if not layers:
+        lines.append("  no layer calls Orchard: " + _advice(model, chosen))
+    width = max(len(probe) for probe in probes)
+    for name, module in model.named_modules():
+        if name in layers:
+            first = next(iter(layers[name].values()))[0]
+            lines.append(f"{name}  q {list(first.query)}  k {list(first.key)}")
+            for probe, heard in layers[name].items():
+                for call in heard:
+                    why = f"  ({call.why})" if call.why else ""
+                    lines.append(f"  {probe:<{width}}  {call.backend}: {call.path}{why}")
+        else:
+            silent = _silent(name, module, set(layers))
+            if silent is not None:
+                lines.append(f"{name}  {silent}")
+    print("\n".join(lines))
+    return lines

@@ -1,0 +1,205 @@
+"""`mask`: Transformers' mask interface, called once per forward and kind of layer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+import warnings
+from typing import Any, Callable, Optional
+
+import torch
+
+from .forms import describe, mapped, no_values
+from .interfaces import (PreTrainedModel, bidirectional_mask_function, causal_mask_function,
+                         eager_mask, is_tracing, sdpa_mask)
+from .listening import because, made
+
+Tensor = torch.Tensor
+
+
+def _cell(function: Any, name: str) -> Any:
+    """A variable that a function made by Transformers' mask factories remembers."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None or name not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index(name)].cell_contents
+
+
+def _packed(mask_function: Any, window: int) -> Optional[Tensor]:
+    """The sequence number of each token, if the mask is causal (and window) within sequences."""
+    parts = _cell(mask_function, "mask_functions")
+    if not isinstance(parts, tuple) or len(parts) != 2:
+        return None
+    base, overlay = parts
+    if window:
+        inside = _cell(base, "mask_functions")
+        plain = (isinstance(inside, tuple) and len(inside) == 2
+                 and _cell(inside[0], "sliding_window") == window
+                 and inside[1] is causal_mask_function)
+    else:
+        plain = base is causal_mask_function
+    return _cell(overlay, "packed_sequence_mask") if plain else None
+
+
+def _boundaries(sequence: Tensor, window: int) -> Tensor:
+    """[B,T] sequence numbers as the offsets where sequences begin, all rows in one line."""
+    batch, length = sequence.shape
+    first = torch.ones((batch, 1), dtype=torch.bool, device=sequence.device)
+    begins = torch.cat([first, sequence[:, 1:] != sequence[:, :-1]], dim=1).flatten()
+    ends = torch.tensor([batch * length], device=sequence.device)
+    starts = torch.cat([begins.nonzero()[:, 0], ends]).to(torch.int32)
+    return describe(starts[None], length, window)
+
+
+def _resized(keys: Tensor, width: int) -> Tensor:
+    """[B,width]: keys without a word in the mask do not count."""
+    return torch.nn.functional.pad(keys[:, :width], (0, max(0, width - keys.shape[1])))
+
+
+def _says_nothing(q_length: int, kv_length: int, config: Any) -> bool:
+    """Where Transformers itself leaves a causal mask out. Elsewhere None would not do: layers that
+    say is_causal=False (PaliGemma's) are causal where they get a causal mask."""
+    return q_length == 1 or (q_length == kv_length and
+                             not getattr(config, "use_bidirectional_attention", None))
+
+
+def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int,
+              config: Any) -> Optional[Tensor]:
+    """The shortest form for causal attention to the keys that count, keys [B, width] bool."""
+    exact = keys.shape[1] == kv_length
+    form = describe(keys.view(torch.uint8), kv_length, window)
+    if no_values(keys):
+        return form
+    whole, right = torch.stack([keys.all(), (keys[:, :-1] >= keys[:, 1:]).all()]).tolist()
+    if whole and exact and window == 0 and _says_nothing(q_length, kv_length, config):
+        return None
+    if exact and (whole or (right and q_length == kv_length)):
+        because("no token is padding" if whole else "all padding is on the right")
+        return describe(keys.sum(1, dtype=torch.int32)[:, None], kv_length, window)
+    because("there is padding on the left or between" if not whole else
+             "the cache holds more keys than there are tokens")
+    return form
+
+
+def _vouched(module: Any) -> Optional[bool]:
+    """Whether some model of this module is said to follow the attention interface; None: it makes
+    no masks by Transformers' functions."""
+    values = list(vars(module).values())
+    if not any(inspect.isfunction(one) and one.__module__ == sdpa_mask.__module__
+               for one in values):
+        return None
+    return any(one._supports_sdpa or one._supports_attention_backend for one in values
+               if inspect.isclass(one) and issubclass(one, PreTrainedModel))
+
+
+def _changes_masks(module: Any) -> bool:
+    """Whether a layer of this module makes another mask of the one it gets (DeepSeek-V4), or its
+    models ask for masks that can be changed."""
+    layers = [one for name, one in vars(module).items()
+              if name.endswith("Attention") and one.__module__ == module.__name__]
+    try:
+        return "allow_is_causal_skip" in inspect.getsource(module) or any(
+            re.search(r"\battention_mask = (?!(encoder_)?attention_mask( if|\n))",
+                      inspect.getsource(one)) for one in layers)
+    except (OSError, TypeError):  # no source: `attention` refuses what was changed
+        return False
+
+
+@functools.lru_cache(maxsize=None)
+def _unsure(config_class: type) -> str:
+    """Why only the mask of "eager" is sure to be understood by the models of a configuration; "" if
+    ours is. Transformers asks whether a model follows the interface only in
+    set_attn_implementation, not while it is made or loaded."""
+    for one in config_class.__mro__:
+        package = one.__module__.rpartition(".")[0]
+        if package in ("", "transformers"):
+            continue
+        modules = [module for name, module in list(sys.modules.items())
+                   if name.startswith(package + ".modeling_")]
+        found = [_vouched(module) for module in modules]
+        if False in found:
+            warnings.warn(f"orchard.transformers: Transformers does not say that the models of "
+                          f"{one.__name__} follow its attention interface: they get the masks of "
+                          '"eager"; orchard.transformers.doctor(model) tells what calls Orchard')
+            return "this model may not follow Transformers' attention interface"
+        if any(_changes_masks(module) for module in modules):
+            return "this model changes its masks"
+        if True in found:
+            break
+    return ""
+
+
+@torch.compiler.assume_constant_result  # which torch.compile does not see through a cache
+def _eager_masks(config_class: type) -> str:
+    return _unsure(config_class)
+
+
+def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
+    """Transformers' mask interface: one of the forms above, the smallest that says enough."""
+    unsure = "" if config is None else _eager_masks(type(config))
+    if unsure:
+        because(unsure)
+        # Never None: some of these encoders do not say is_causal=False.
+        return made(eager_mask(*args, **{**kwargs, "config": config,
+                                         "allow_is_bidirectional_skip": False}))
+    if torch.jit.is_tracing() or mapped(kwargs.get("attention_mask")):
+        # A trace would keep what its example's lengths and padding said; vmap has one per sample.
+        return made(sdpa_mask(*args, **{**kwargs, "config": config, "allow_is_causal_skip": False,
+                                        "allow_is_bidirectional_skip": False}))
+    return made(_mask(*args, config=config, **kwargs))
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
+          mask_function: Callable = causal_mask_function, attention_mask: Optional[Tensor] = None,
+          local_size: Optional[int] = None, allow_is_causal_skip: bool = True,
+          allow_is_bidirectional_skip: bool = False, config: Any = None, device: Any = "cpu",
+          **kwargs: Any) -> Optional[Tensor]:
+    blind = no_values(attention_mask) or (isinstance(q_offset, Tensor) and is_tracing(q_offset))
+    window = 0
+    # Other overlays than the sliding window have a local size too.
+    causal = allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None
+    if local_size is not None:
+        causal = causal and local_size == getattr(config, "sliding_window", None)
+        if blind or local_size < kv_length:  # a graph for any length must not ask
+            window = local_size
+    if not blind and attention_mask is None and kv_length == q_length:
+        sequence = _packed(mask_function, local_size or 0)
+        if sequence is not None:
+            because("position_ids start anew: packed sequences")
+            return _boundaries(sequence, window)
+    known = q_offset + q_length - kv_offset  # keys up to the last query: a tensor in static caches
+    if isinstance(known, Tensor) and not blind:
+        known = int(known)
+    if causal and attention_mask is None:
+        if (not isinstance(known, Tensor) and known == kv_length and window == 0
+                and _says_nothing(q_length, kv_length, config)):
+            return None
+        because("no attention_mask was given" if kv_length == q_length else
+                 "the cache holds more keys than there are tokens")
+        lengths = torch.as_tensor(known, device=device).to(torch.int32).reshape(1, 1)
+        return describe(lengths.expand(batch_size, 1), kv_length, window)
+    if causal and isinstance(known, Tensor):  # where the queries stand is not known yet
+        keys = _resized(attention_mask[:, kv_offset:], kv_length).to(torch.int64)
+        lengths = known.to(torch.int64).reshape(1, 1).expand(batch_size, 1)
+        return describe(torch.cat([lengths, keys], dim=1), kv_length, window)
+    if causal and known <= kv_length:
+        return _key_mask(_resized(attention_mask[:, kv_offset:], known), q_length, kv_length,
+                         window, config)
+    if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
+        if attention_mask is None:
+            return None
+        if attention_mask.shape[1] == kv_length:
+            if not blind and bool(attention_mask.all()):
+                return None
+            because("padding")
+            return attention_mask[:, None, None, :]
+    because("a cache of fixed size, one token at a time" if q_length == 1 else
+             "this model's mask is not causal, window or padding alone")
+    return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+                     q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
+                     attention_mask=attention_mask, local_size=local_size,
+                     allow_is_causal_skip=False,
+                     allow_is_bidirectional_skip=allow_is_bidirectional_skip, device=device,
+                     **kwargs)
