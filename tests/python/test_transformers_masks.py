@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from transformers_models import (LLAMA, MODELS, T, both_ways, logits, one_thread, padding, pair,
+from transformers_models import (LLAMA, MODELS, OTHERS, T, both_ways, logits, one_thread, padding, pair,
                                  same, tokens)
 
 import orchard.transformers as orchard_transformers
@@ -177,6 +177,36 @@ def test_masks_of_the_users_own():
     additive = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
     same(logits(eager, ids, attention_mask=additive), logits(ours, ids, attention_mask=seen))
     same(logits(eager, ids, attention_mask=additive), logits(ours, ids, attention_mask=additive))
+
+
+@pytest.mark.parametrize("mask, words", [
+    (torch.ones(2, 1, 10, 10, dtype=torch.int64), "your own, then it must be bool"),
+    (torch.ones(2, 10, 10), "has 3 dimensions, must have 2"),
+    (torch.arange(13).expand(2, -1) > 1, "a mask for 13 keys with 10 of them"),
+])
+def test_masks_of_the_users_own_that_are_none(mask, words):
+    with pytest.raises(OrchardError, match=words):
+        logits(pair("llama")[1], tokens(2, 10), attention_mask=mask, use_cache=False)
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 10, 10)])
+def test_masks_of_the_users_own_that_are_none_for_encoders(shape):
+    model = T.BertModel._from_config(T.BertConfig(**OTHERS), attn_implementation="orchard")
+    with pytest.raises(OrchardError, match=f"has {len(shape)} dimensions, must have 2"):
+        model(tokens(2, 10), attention_mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize("states", [10, 14])
+def test_cross_attention_that_does_not_say_whether_it_is_causal(states):
+    """Mllama's, where no mask comes with the image: "eager" sees all of it, and so do we."""
+    config = T.MllamaConfig(text_config=dict(LLAMA, cross_attention_layers=[1])).text_config
+    torch.manual_seed(3)
+    model = T.MllamaTextModel(config).eval()
+    torch.nn.init.ones_(model.layers[1].cross_attn_attn_gate)
+    image = torch.randn(2, states, 32)
+    with torch.no_grad():
+        same(*(one(tokens(2, 10), cross_attention_states=image).last_hidden_state
+               for one in both_ways(model)))
 
 
 @pytest.mark.parametrize("rows", [1, 2])

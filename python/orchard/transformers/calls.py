@@ -110,6 +110,12 @@ def _one_sequence(options: Dict[str, Any], rows: int, length: int, keys: int) ->
     return number[..., :, None] == number[..., None, :]
 
 
+def _alone_causal(module: torch.nn.Module) -> bool:
+    """What a layer means that gets no mask. Those that do not say are decoders' own, but Mllama's,
+    which looks at an image."""
+    return getattr(module, "is_causal", "Cross" not in type(module).__name__)
+
+
 def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
               attention_mask: Optional[Tensor], dropout: float = 0.0,
               scaling: Optional[float] = None, is_causal: Optional[bool] = None,
@@ -131,7 +137,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         raise UnsupportedError("orchard.transformers: this model chooses blocks of keys "
                                '(block_indices=...), which "orchard" does not read; use "sdpa"')
     length, keys = query.shape[2], key.shape[2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = _alone_causal(module) if is_causal is None else is_causal
     options = _options(attention_mask, query.shape[0], length, keys)
     if attention_mask is not None:
         causal = described(attention_mask)

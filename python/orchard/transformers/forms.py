@@ -72,8 +72,9 @@ def read(description: Tensor, keys: int) -> Tuple[Tensor, int]:
     window = columns - 2
     row = description[:, :, 0, 0]
     words = (f"orchard.transformers: a mask {list(description.shape)} of {description.dtype} is "
-             'not as it was made for "orchard": this model changes its masks; use "eager" or '
-             '"sdpa"')
+             'not as it was made for "orchard": this model changes its masks, use "eager" or '
+             '"sdpa"; or it is your own, then it must be bool (True: this key counts) or floating '
+             "point (added)")
     if window < 0 or queries != 1 or length < 6:
         raise UnsupportedError(words)
     if description.stride(3) != 0:
@@ -86,6 +87,11 @@ def read(description: Tensor, keys: int) -> Tuple[Tensor, int]:
         elif not bool(right):
             raise UnsupportedError(words)
     elif description.stride()[:2] != (length + keys + 1 + window, 1):
+        meant = description.stride(0) - length - 1 - window
+        if meant > keys and description.stride(1) == 1:
+            words = (f"orchard.transformers: a mask for {meant} keys with {keys} of them: "
+                     "attention_mask has more columns than there are tokens, or this model changes "
+                     'its masks, use "eager" or "sdpa"')
         raise UnsupportedError(words)
     return row[:, :-5], window
 

@@ -11,6 +11,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from .._library import ArgumentError
 from .forms import describe, mapped, no_values
 from .interfaces import (PreTrainedModel, bidirectional_mask_function, causal_mask_function,
                          eager_mask, is_tracing, sdpa_mask)
@@ -137,14 +138,18 @@ def _eager_masks(config_class: type) -> str:
 
 
 def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
-    """Transformers' mask interface: one of the forms above, the smallest that says enough."""
+    """Transformers' mask interface: one of the forms of forms.py, the smallest that says enough."""
+    given = kwargs.get("attention_mask")
+    if given is not None and given.dim() != 2:  # those of 4 dimensions are the caller's own
+        raise ArgumentError(f"orchard.transformers: attention_mask has {given.dim()} dimensions, "
+                            "must have 2 (which tokens count) or 4 (who sees whom)")
     unsure = "" if config is None else _eager_masks(type(config))
     if unsure:
         because(unsure)
         # Never None: some of these encoders do not say is_causal=False.
         return made(eager_mask(*args, **{**kwargs, "config": config,
                                          "allow_is_bidirectional_skip": False}))
-    if torch.jit.is_tracing() or mapped(kwargs.get("attention_mask")):
+    if torch.jit.is_tracing() or mapped(given):
         # A trace would keep what its example's lengths and padding said; vmap has one per sample.
         return made(sdpa_mask(*args, **{**kwargs, "config": config, "allow_is_causal_skip": False,
                                         "allow_is_bidirectional_skip": False}))
