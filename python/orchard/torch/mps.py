@@ -38,7 +38,8 @@ from .. import reports
 from .._library import ArgumentError, DtypeError, LayoutError, UnsupportedError
 from . import _launch
 from .operands import DTYPES
-from .outputs import (GRADIENTS, Tensors2, Tensors5, check_present, new_gradients, new_outputs)
+from .outputs import (GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, check_present, new_gradients,
+                      new_outputs)
 
 Operands = Dict[str, Optional[torch.Tensor]]
 Options = Dict[str, Any]
@@ -401,7 +402,7 @@ def backward_operands(needs: int, inputs: Operands, dout: torch.Tensor,
                       made: Tensors5) -> Operands:
     """All of backward's operands: the gradients that are needed are among `made`."""
     operands = dict(inputs, dout=dout, dlse=dlse, out=out, lse=lse)
-    for bit, name, gradient in zip(GRADIENTS, ("q", "k", "v", "bias", "sinks"), made):
+    for bit, name, gradient in zip(GRADIENTS, GRADIENTS_OF, made):
         if needs & bit and inputs[name] is not None:
             operands["d" + name] = gradient
     return operands

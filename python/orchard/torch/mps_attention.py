@@ -21,7 +21,7 @@ import torch
 from . import mps, second
 from .onlookers import TRACED, compiling
 from .operands import TENSORS
-from .outputs import GRADIENTS, Tensors2, Tensors5, new_gradients, new_outputs
+from .outputs import GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, new_gradients, new_outputs
 
 # What PyTorch's scaled_dot_product_attention has no word for.
 NO_WORD = ("softcap", "sinks", "cu_seqlens_q")
@@ -48,7 +48,7 @@ def _meta(like: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
 def _refusal_of_backward(launcher: mps.Launcher, inputs: mps.Operands, options: Mapping[str, Any],
                          needs: int, out: torch.Tensor, lse: torch.Tensor,
                          count: bool) -> Optional[str]:
-    made = new_gradients(needs, *(_meta(inputs.get(n)) for n in ("q", "k", "v", "bias", "sinks")))
+    made = new_gradients(needs, *(_meta(inputs.get(n)) for n in GRADIENTS_OF))
     # Without dlse: the kernels are the same with it.
     operands = mps.backward_operands(needs, inputs, _meta(out), None, out, lse, made)
     return launcher.supported("attention_backward", operands, options, check_lengths=False,
@@ -199,8 +199,8 @@ def forward(*arguments: Any) -> Tensors2:
         return mps.forward(*arguments)
     except mps.Refused as refused:
         _note("attention_forward", refused.reason)
-    q, v, cu_seqlens_q = arguments[0], arguments[2], arguments[8]
-    made = new_outputs(q, v, cu_seqlens_q is not None)
+    inputs, _ = mps.named(*arguments)
+    made = new_outputs(inputs["q"], inputs["v"], inputs["cu_seqlens_q"] is not None)
     for fresh, x in zip(made, _explicit(arguments)):
         fresh.copy_(x)
     return made
@@ -214,7 +214,8 @@ def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: 
         return mps.backward(needs, dout, dlse, out, lse, *arguments)
     except mps.Refused as refused:
         _note(op, refused.reason)
-    inputs = [arguments[at] for at in (0, 1, 2, 3, 6)]
+    by_name, _ = mps.named(*arguments)
+    inputs = [by_name[name] for name in GRADIENTS_OF]
     made = new_gradients(needs, *inputs)
     if all(x.numel() for x in inputs[:3]):
         with torch.autocast(dout.device.type, enabled=False):

@@ -13,6 +13,7 @@ Tensors5 = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 # Bits of `needs`: which gradients backward is asked for. The others come back empty.
 DQ, DK, DV, DBIAS, DSINKS = GRADIENTS = (1, 2, 4, 8, 16)
+GRADIENTS_OF = ("q", "k", "v", "bias", "sinks")
 
 
 def needed(*inputs: Optional[torch.Tensor]) -> int:
