@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from transformers_models import (MODELS, OTHERS, T, both_ways, cache_of, logits, one_thread, padding,
-                                 pair, same, tokens, watch)
+from transformers_models import (MODELS, OTHERS, T, both_ways, cache_of, logits, one_thread,
+                                 padding, pair, same, tokens, watch)
 
 import orchard.torch
 import orchard.transformers as orchard_transformers
@@ -303,13 +303,20 @@ def test_t5_with_the_gradient_of_its_position_bias(watch):
 
 # ---- Switching, doctor ---------------------------------------------------------------------------
 
-def test_doctor_hears_compiled_models_and_leaves_modes_alone(capsys):
+def test_doctor_hears_compiled_models_and_leaves_modes_alone():
     model = copy.deepcopy(pair("llama")[1]).train()
     model.model.layers[0].eval()
     model.compile(backend="aot_eager")
     assert "2 attention layers by Orchard" in orchard_transformers.doctor(model)[0]
     assert model.training and model.model.layers[1].training
     assert not model.model.layers[0].training and not model.model.layers[0].mlp.training
+
+
+def test_doctor_gives_no_reason_of_an_earlier_call():
+    model = copy.deepcopy(pair("llama")[1])
+    assert "(all padding is on the right)" in "\n".join(orchard_transformers.doctor(model))
+    lines = orchard_transformers.doctor(model.to("meta"))
+    assert sum("(padding, if any, is not known yet)" in line for line in lines) == 6
 
 
 def test_a_transformers_that_is_missing_or_too_old(monkeypatch):

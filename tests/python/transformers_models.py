@@ -4,6 +4,7 @@
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -81,11 +82,16 @@ class Watch:
     def __init__(self, monkeypatch):
         self.made = 0
         for name in ("sdpa_mask", "eager_mask"):
-            def counting(*args, real=getattr(orchard_masks, name), **kwargs):
-                made = real(*args, **kwargs)
-                self.made += made is not None and made.shape[2] > 1
-                return made
-            monkeypatch.setattr(orchard_masks, name, counting)
+            monkeypatch.setattr(orchard_masks, name, self.counting(getattr(orchard_masks, name)))
+        orchard_masks._unsure.cache_clear()
+
+    def counting(self, real):
+        @functools.wraps(real)  # its module too, by which orchard knows it
+        def counted(*args, **kwargs):
+            made = real(*args, **kwargs)
+            self.made += made is not None and made.shape[2] > 1
+            return made
+        return counted
 
 
 @pytest.fixture(autouse=True)

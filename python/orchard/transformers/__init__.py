@@ -11,9 +11,9 @@ and understands it. What they say to each other is in forms.py.
 """
 
 from .interfaces import NAME, AttentionInterface, AttentionMaskInterface
-from .calls import attention as attention
-from .diagnosis import doctor as doctor
-from .masks import mask as mask
+from .calls import attention
+from .diagnosis import doctor
+from .masks import mask
 
 __all__ = ["attention", "doctor", "mask"]
 

@@ -8,8 +8,8 @@ import torch
 
 from .. import torch as orchard_torch
 from .._library import ArgumentError, UnsupportedError
-from .forms import described, no_values, read
-from .listening import heard, listens
+from .forms import is_description, no_values, read
+from .listening import listening, record
 
 Tensor = torch.Tensor
 
@@ -29,7 +29,7 @@ def _options(attention_mask: Optional[Tensor], batch: int, length: int,
         raise ArgumentError(f"orchard.transformers: attention_mask has {attention_mask.dim()} "
                             'dimensions, must have 4 as all masks that are made for "orchard"; '
                             "pass it to the model, not to the attention")
-    if not described(attention_mask):
+    if not is_description(attention_mask):
         return {"attn_mask": attention_mask}
     found: Dict[str, Any] = {"causal_alignment": "bottom_right"}
     said, window = read(attention_mask, keys)
@@ -111,9 +111,9 @@ def _one_sequence(options: Dict[str, Any], rows: int, length: int, keys: int) ->
 
 
 def _alone_causal(module: torch.nn.Module) -> bool:
-    """What a layer means that gets no mask. Those that do not say are decoders' own, but Mllama's,
-    which looks at an image."""
-    return getattr(module, "is_causal", "Cross" not in type(module).__name__)
+    """What a layer means that gets no mask. One that does not say is causal, as "sdpa" has it, but
+    for cross attention (Mllama's)."""
+    return getattr(module, "is_causal", "CrossAttention" not in type(module).__name__)
 
 
 def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -137,10 +137,11 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         raise UnsupportedError("orchard.transformers: this model chooses blocks of keys "
                                '(block_indices=...), which "orchard" does not read; use "sdpa"')
     length, keys = query.shape[2], key.shape[2]
-    causal = _alone_causal(module) if is_causal is None else is_causal
     options = _options(attention_mask, query.shape[0], length, keys)
     if attention_mask is not None:
-        causal = described(attention_mask)
+        causal = is_description(attention_mask)
+    else:
+        causal = _alone_causal(module) if is_causal is None else is_causal
     if cu_seq_lens_q is not None and (attention_mask is None or causal):
         _check_unpadded(options, keys)
         options.update(cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k,
@@ -167,8 +168,8 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         call = (query, key, value)
     out = orchard_torch.scaled_dot_product_attention(
         *call, given, dropout, causal, scaling, query.shape[1] != key.shape[1], **options)
-    if listens():
-        heard(module, query, key, attention_mask, _path({**options, "attn_mask": given}, causal))
+    if listening():
+        record(module, query, key, attention_mask, _path({**options, "attn_mask": given}, causal))
     if "cu_seqlens_q" in options:
         return out.view(query.shape[0], length, *out.shape[1:]), None
     return out.transpose(1, 2).contiguous(), None

@@ -13,12 +13,15 @@ have four dimensions because Transformers passes those on, and makes something o
 others. A model that does look must not go unnoticed. So the strides say the window and the number
 of keys once more (they are those of longer rows), also while compiling; and for copies, which
 `generate` makes for static caches, five numbers at the end of each row say the window. What was
-padded, concatenated, cut or computed with is refused.
+padded, concatenated, cut or computed with is refused; if it is no longer of integers, for its
+shape.
 
-Only the last form can cost memory of T x S, and only where a model's mask is none of the others,
-where the model changes masks (DeepSeek-V4), or where Transformers does not vouch for the model:
-some compute attention themselves with the mask they get (BLOOM, MPNet), some decoders say
-is_causal=False (NLLB-MoE). The last two get the mask of "eager".
+Only the last form can cost memory of T x S: where a model's mask is none of the others; where a
+trace, vmap or a compiler without a mask to look at leaves no choice; where the model changes masks
+(DeepSeek-V4); and where Transformers does not vouch for it: some compute attention themselves with
+the mask they get (BLOOM, MPNet), some decoders say is_causal=False (NLLB-MoE). The last two kinds
+get the mask of "eager". (`attention` itself makes such masks of keys that an indexer chose, and of
+packed sequences with a position bias.)
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from typing import Optional, Tuple
 import torch
 
 from .._library import UnsupportedError
-from ..torch import onlookers
 from .interfaces import is_tracing
 
 Tensor = torch.Tensor
@@ -41,24 +43,16 @@ def no_values(tensor: Optional[Tensor]) -> bool:
         tensor is not None and tensor.is_meta)
 
 
-def mapped(tensor: Optional[Tensor]) -> bool:
-    """Whether torch.func.vmap goes over it: its values are several then."""
-    if onlookers.compiling() or not onlookers.functorch_active():
-        return False
-    inside = torch._C._functorch
-    while tensor is not None and inside.is_functorch_wrapped_tensor(tensor):
-        if inside.is_batchedtensor(tensor):
-            return True
-        tensor = inside.get_unwrapped(tensor)  # torch.func.grad's
-    return False
-
-
-_MARK = 85  # the last number of each description
+# At the end of each row of a description stand _END numbers: the window, 7 bits in each so that
+# uint8 holds them, and a mark.
+_BITS, _MARK = 7, 85
+_SHIFTS = (0, _BITS, 2 * _BITS, 3 * _BITS)
+_END = len(_SHIFTS) + 1
 
 
 def describe(numbers: Tensor, keys: int, window: int) -> Tensor:
     """[B,N] numbers as one of the four forms that describe a mask for so many keys."""
-    end = torch.tensor([window >> shift & 127 for shift in (0, 7, 14, 21)] + [_MARK],
+    end = torch.tensor([window >> shift & (1 << _BITS) - 1 for shift in _SHIFTS] + [_MARK],
                        dtype=numbers.dtype, device=numbers.device)
     row = torch.cat([numbers, end.expand(numbers.shape[0], -1)], dim=1)
     longer = torch.nn.functional.pad(row, (0, keys + 1 + window))
@@ -70,32 +64,32 @@ def read(description: Tensor, keys: int) -> Tuple[Tensor, int]:
     or a copy of that."""
     _, length, queries, columns = description.shape
     window = columns - 2
+    step = length + keys + 1 + window  # from row to row
     row = description[:, :, 0, 0]
     words = (f"orchard.transformers: a mask {list(description.shape)} of {description.dtype} is "
              'not as it was made for "orchard": this model changes its masks, use "eager" or '
              '"sdpa"; or it is your own, then it must be bool (True: this key counts) or floating '
              "point (added)")
-    if window < 0 or queries != 1 or length < 6:
+    if window < 0 or queries != 1 or length <= _END:
         raise UnsupportedError(words)
     if description.stride(3) != 0:
-        end = row[:, -5:].to(torch.int64)
-        said = end[:, 0] + (end[:, 1] << 7) + (end[:, 2] << 14) + (end[:, 3] << 21)
+        end = row[:, -_END:].to(torch.int64)
+        said = sum(end[:, at] << shift for at, shift in enumerate(_SHIFTS))
         right = (description == row[:, :, None, None]).all()
-        right = right & (said == window).all() & (end[:, 4] == _MARK).all()
+        right = right & (said == window).all() & (end[:, -1] == _MARK).all()
         if no_values(description):
             torch._assert_async(right, words)
         elif not bool(right):
             raise UnsupportedError(words)
-    elif description.stride()[:2] != (length + keys + 1 + window, 1):
-        meant = description.stride(0) - length - 1 - window
-        if meant > keys and description.stride(1) == 1:
-            words = (f"orchard.transformers: a mask for {meant} keys with {keys} of them: "
+    elif description.stride()[:2] != (step, 1):
+        if description.stride(0) > step and description.stride(1) == 1:
+            words = (f"orchard.transformers: a mask for more than the {keys} keys that there are: "
                      "attention_mask has more columns than there are tokens, or this model changes "
                      'its masks, use "eager" or "sdpa"')
         raise UnsupportedError(words)
-    return row[:, :-5], window
+    return row[:, :-_END], window
 
 
-def described(attention_mask: Tensor) -> bool:
+def is_description(attention_mask: Tensor) -> bool:
     """Whether a mask is one of the middle four forms."""
     return attention_mask.dtype in (torch.int32, torch.uint8, torch.int64)

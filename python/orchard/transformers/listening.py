@@ -26,7 +26,6 @@ class Call(NamedTuple):
 
 class _Ear(threading.local):
     calls: Optional[List[Call]] = None
-    why: str = ""
     whys: Dict[int, Tuple[Tensor, str]] = {}  # by the mask's id; the mask is kept so that it stays
     ran: Dict[Tuple[str, str], int] = {}
 
@@ -48,25 +47,19 @@ def listen() -> Iterator[List[Call]]:
         _ear.calls, _ear.whys = None, {}
 
 
-def listens() -> bool:
+def listening() -> bool:
     return not onlookers.compiling() and _ear.calls is not None
 
 
-def because(why: str) -> None:
-    """Why the mask that is being made gets its form."""
-    if not onlookers.compiling():
-        _ear.why = why
-
-
-def made(mask: Optional[Tensor]) -> Optional[Tensor]:
-    """The mask itself, whose reason was given last."""
-    if mask is not None and listens():
-        _ear.whys[id(mask)] = (mask, _ear.why)
+def made(mask: Optional[Tensor], why: str) -> Optional[Tensor]:
+    """The mask itself; why it has its form is remembered."""
+    if mask is not None and listening():
+        _ear.whys[id(mask)] = (mask, why)
     return mask
 
 
-def heard(module: torch.nn.Module, query: Tensor, key: Tensor, given: Optional[Tensor],
-          path: str) -> None:
+def record(module: torch.nn.Module, query: Tensor, key: Tensor, given: Optional[Tensor],
+           path: str) -> None:
     now = _ran()
     backends = [backend for (op, backend), count in now.items()
                 if op == "attention_forward" and count > _ear.ran.get((op, backend), 0)]

@@ -12,10 +12,11 @@ from typing import Any, Callable, Optional
 import torch
 
 from .._library import ArgumentError
-from .forms import describe, mapped, no_values
+from ..torch import onlookers
+from .forms import describe, no_values
 from .interfaces import (PreTrainedModel, bidirectional_mask_function, causal_mask_function,
                          eager_mask, is_tracing, sdpa_mask)
-from .listening import because, made
+from .listening import made
 
 Tensor = torch.Tensor
 
@@ -44,6 +45,18 @@ def _packed(mask_function: Any, window: int) -> Optional[Tensor]:
     return _cell(overlay, "packed_sequence_mask") if plain else None
 
 
+def _mapped(tensor: Optional[Tensor]) -> bool:
+    """Whether torch.func.vmap goes over it: its values are several then."""
+    if onlookers.compiling() or not onlookers.functorch_active():
+        return False
+    inside = torch._C._functorch
+    while tensor is not None and inside.is_functorch_wrapped_tensor(tensor):
+        if inside.is_batchedtensor(tensor):
+            return True
+        tensor = inside.get_unwrapped(tensor)  # torch.func.grad's
+    return False
+
+
 def _boundaries(sequence: Tensor, window: int) -> Tensor:
     """[B,T] sequence numbers as the offsets where sequences begin, all rows in one line."""
     batch, length = sequence.shape
@@ -59,7 +72,7 @@ def _resized(keys: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(keys[:, :width], (0, max(0, width - keys.shape[1])))
 
 
-def _says_nothing(q_length: int, kv_length: int, config: Any) -> bool:
+def _may_be_left_out(q_length: int, kv_length: int, config: Any) -> bool:
     """Where Transformers itself leaves a causal mask out. Elsewhere None would not do: layers that
     say is_causal=False (PaliGemma's) are causal where they get a causal mask."""
     return q_length == 1 or (q_length == kv_length and
@@ -72,16 +85,15 @@ def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int,
     exact = keys.shape[1] == kv_length
     form = describe(keys.view(torch.uint8), kv_length, window)
     if no_values(keys):
-        return form
+        return made(form, "padding, if any, is not known yet")
     whole, right = torch.stack([keys.all(), (keys[:, :-1] >= keys[:, 1:]).all()]).tolist()
-    if whole and exact and window == 0 and _says_nothing(q_length, kv_length, config):
+    if whole and exact and window == 0 and _may_be_left_out(q_length, kv_length, config):
         return None
     if exact and (whole or (right and q_length == kv_length)):
-        because("no token is padding" if whole else "all padding is on the right")
-        return describe(keys.sum(1, dtype=torch.int32)[:, None], kv_length, window)
-    because("there is padding on the left or between" if not whole else
-             "the cache holds more keys than there are tokens")
-    return form
+        return made(describe(keys.sum(1, dtype=torch.int32)[:, None], kv_length, window),
+                    "no token is padding" if whole else "all padding is on the right")
+    return made(form, "there is padding on the left or between" if not whole else
+                "the cache holds more keys than there are tokens")
 
 
 def _vouched(module: Any) -> Optional[bool]:
@@ -132,8 +144,9 @@ def _unsure(config_class: type) -> str:
     return ""
 
 
-@torch.compiler.assume_constant_result  # which torch.compile does not see through a cache
-def _eager_masks(config_class: type) -> str:
+# torch.compile looks into functions that have a cache. The answer depends on nothing but the class.
+@torch.compiler.assume_constant_result
+def _why_eager(config_class: type) -> str:
     return _unsure(config_class)
 
 
@@ -143,17 +156,17 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
     if given is not None and given.dim() != 2:  # those of 4 dimensions are the caller's own
         raise ArgumentError(f"orchard.transformers: attention_mask has {given.dim()} dimensions, "
                             "must have 2 (which tokens count) or 4 (who sees whom)")
-    unsure = "" if config is None else _eager_masks(type(config))
-    if unsure:
-        because(unsure)
+    why_eager = "" if config is None else _why_eager(type(config))
+    if why_eager:
         # Never None: some of these encoders do not say is_causal=False.
         return made(eager_mask(*args, **{**kwargs, "config": config,
-                                         "allow_is_bidirectional_skip": False}))
-    if torch.jit.is_tracing() or mapped(given):
+                                         "allow_is_bidirectional_skip": False}), why_eager)
+    if torch.jit.is_tracing() or _mapped(given):
         # A trace would keep what its example's lengths and padding said; vmap has one per sample.
         return made(sdpa_mask(*args, **{**kwargs, "config": config, "allow_is_causal_skip": False,
-                                        "allow_is_bidirectional_skip": False}))
-    return made(_mask(*args, config=config, **kwargs))
+                                        "allow_is_bidirectional_skip": False}),
+                    "a trace or vmap is under way")
+    return _mask(*args, config=config, **kwargs)
 
 
 def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
@@ -172,23 +185,24 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
     if not blind and attention_mask is None and kv_length == q_length:
         sequence = _packed(mask_function, local_size or 0)
         if sequence is not None:
-            because("position_ids start anew: packed sequences")
-            return _boundaries(sequence, window)
+            return made(_boundaries(sequence, window),
+                        "position_ids start anew: packed sequences")
     known = q_offset + q_length - kv_offset  # keys up to the last query: a tensor in static caches
     if isinstance(known, Tensor) and not blind:
         known = int(known)
     if causal and attention_mask is None:
         if (not isinstance(known, Tensor) and known == kv_length and window == 0
-                and _says_nothing(q_length, kv_length, config)):
+                and _may_be_left_out(q_length, kv_length, config)):
             return None
-        because("no attention_mask was given" if kv_length == q_length else
-                 "the cache holds more keys than there are tokens")
         lengths = torch.as_tensor(known, device=device).to(torch.int32).reshape(1, 1)
-        return describe(lengths.expand(batch_size, 1), kv_length, window)
+        return made(describe(lengths.expand(batch_size, 1), kv_length, window),
+                    "no attention_mask was given" if kv_length == q_length else
+                    "the cache holds more keys than there are tokens")
     if causal and isinstance(known, Tensor):  # where the queries stand is not known yet
         keys = _resized(attention_mask[:, kv_offset:], kv_length).to(torch.int64)
         lengths = known.to(torch.int64).reshape(1, 1).expand(batch_size, 1)
-        return describe(torch.cat([lengths, keys], dim=1), kv_length, window)
+        return made(describe(torch.cat([lengths, keys], dim=1), kv_length, window),
+                    "where the tokens stand in the cache is not known yet")
     if causal and known <= kv_length:
         return _key_mask(_resized(attention_mask[:, kv_offset:], known), q_length, kv_length,
                          window, config)
@@ -198,13 +212,12 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         if attention_mask.shape[1] == kv_length:
             if not blind and bool(attention_mask.all()):
                 return None
-            because("padding")
-            return attention_mask[:, None, None, :]
-    because("a cache of fixed size, one token at a time" if q_length == 1 else
-             "this model's mask is not causal, window or padding alone")
-    return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+            return made(attention_mask[:, None, None, :], "padding")
+    form = sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length,
                      q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
                      attention_mask=attention_mask, local_size=local_size,
                      allow_is_causal_skip=False,
                      allow_is_bidirectional_skip=allow_is_bidirectional_skip, device=device,
                      **kwargs)
+    return made(form, "a cache of fixed size, one token at a time" if q_length == 1 else
+                "this model's mask is not causal, window or padding alone")
