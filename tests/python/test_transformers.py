@@ -3,9 +3,11 @@
 import copy
 import importlib
 import sys
+import threading
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers_models import (MODELS, OTHERS, T, both_ways, cache_of, logits, one_thread,
                                  padding, pair, same, tokens, watch)
 
@@ -310,6 +312,62 @@ def test_doctor_hears_compiled_models_and_leaves_modes_alone():
     assert "2 attention layers by Orchard" in orchard_transformers.doctor(model)[0]
     assert model.training and model.model.layers[1].training
     assert not model.model.layers[0].training and not model.model.layers[0].mlp.training
+
+
+def test_doctors_at_once_leave_the_compiler_on():
+    """Its stance is the whole process's: each would restore what it met. The first waits in its
+    model until the second has had time to come in."""
+    first, second = (copy.deepcopy(pair("llama")[1]) for _ in range(2))
+    inside, may_go = threading.Event(), threading.Event()
+
+    def wait(*_):
+        inside.set()
+        may_go.wait(10)
+    first.register_forward_hook(wait)
+    threads = [threading.Thread(target=orchard_transformers.doctor, args=(one,),
+                                kwargs={"input_ids": tokens(2, 7)}) for one in (first, second)]
+    threads[0].start()
+    assert inside.wait(10)
+    second.register_forward_hook(lambda *_: threads[0].join(1))  # leaves after the first, if it can
+    threads[1].start()
+    threads[1].join(0.3)
+    may_go.set()
+    for thread in threads:
+        thread.join()
+    compiled = CompileCounter()
+    torch.compile(lambda x: x + 1, backend=compiled)(torch.ones(2))
+    assert compiled.frame_count == 1
+
+
+def test_doctor_within_doctor():
+    model, other = (copy.deepcopy(pair("llama")[1]) for _ in range(2))
+    model.model.layers[0].register_forward_hook(
+        lambda *_: orchard_transformers.doctor(other, input_ids=tokens(2, 7)) and None)
+    lines = orchard_transformers.doctor(model, input_ids=tokens(2, 7))
+    assert "2 attention layers by Orchard" in lines[0] and len(lines) == 5
+
+
+def test_doctor_of_a_layer_that_is_no_submodule():
+    model = copy.deepcopy(pair("llama")[1])
+
+    class Hiding(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.inside = [layer]
+
+        def forward(self, *args, **kwargs):
+            return self.inside[0](*args, **kwargs)
+    model.model.layers[1].self_attn = Hiding(model.model.layers[1].self_attn)
+    text = "\n".join(orchard_transformers.doctor(model))
+    assert "2 attention layers" in text and "a hidden LlamaAttention  q [2, 4, 16, 8]" in text
+
+
+def test_doctor_whose_inputs_do_not_suit():
+    config = T.GPT2Config(n_positions=10, n_layer=1, n_embd=32, n_head=4, vocab_size=61)
+    model = T.GPT2Model._from_config(config, attn_implementation="orchard")
+    with pytest.raises(OrchardError, match=r"GPT2Model does not take doctor's own.*pass yours"):
+        orchard_transformers.doctor(model)
+    assert "1 attention layers" in orchard_transformers.doctor(model, input_ids=tokens(2, 7))[0]
 
 
 def test_doctor_gives_no_reason_of_an_earlier_call():

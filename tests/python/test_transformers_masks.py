@@ -189,6 +189,11 @@ def test_malformed_masks(mask, words):
         logits(pair("llama")[1], tokens(2, 10), attention_mask=mask, use_cache=False)
 
 
+def test_a_mask_of_one_row_for_several_sentences():
+    with pytest.raises(OrchardError, match="1 sentences with 2 of them: attention_mask has not a"):
+        logits(pair("llama")[1], tokens(2, 10), attention_mask=torch.arange(10)[None] > 1)
+
+
 @pytest.mark.parametrize("shape", [(10,), (2, 10, 10)])
 def test_malformed_masks_for_encoders(shape):
     model = T.BertModel._from_config(T.BertConfig(**OTHERS), attn_implementation="orchard")

@@ -41,7 +41,8 @@ def _options(attention_mask: Optional[Tensor], batch: int, length: int,
         return found
     if said.shape[0] != batch:
         raise UnsupportedError(f"orchard.transformers: a mask for {said.shape[0]} sentences with "
-                               f'{batch} of them: this model cuts its masks; use "eager" or "sdpa"')
+                               f"{batch} of them: attention_mask has not a row for each, or this "
+                               'model changes its masks, use "eager" or "sdpa"')
     if said.dtype == torch.uint8:
         found["crop"] = said.shape[1]
         # Not .view: Inductor would save it for backward with the strides of the first length.

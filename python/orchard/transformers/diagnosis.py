@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from typing import Any, Dict, List, Optional
 
 import torch
 
-from .._library import ArgumentError
+from .._library import ArgumentError, OrchardError
 from .interfaces import NAME
 from .listening import Call, listen
 
@@ -29,6 +31,20 @@ def _probes(model: Any) -> Dict[str, Dict[str, Tensor]]:
     decoder = {"decoder_input_ids": ids[:, :6]} if model.config.is_encoder_decoder else {}
     return {name: {"input_ids": ids, "attention_mask": mask, **decoder} for name, mask in
             (("plain", keys), ("right padding", right), ("left padding", left))}
+
+
+# Modes of models and torch.compile's stance are the whole process's: one doctor at a time.
+_lock = threading.RLock()
+
+
+def _in_forked_child() -> None:
+    """Another thread may have held the lock at the fork: in the child nobody would give it back."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _calls(model: Any, inputs: Dict[str, Any]) -> List[Call]:
@@ -77,27 +93,36 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
     """
     chosen = getattr(model.config, "_attn_implementation", None)
     probes = {"your inputs": inputs} if inputs else _probes(model)
-    calls = {name: _calls(model, given) for name, given in probes.items()}
+    try:
+        with _lock:
+            calls = {name: _calls(model, given) for name, given in probes.items()}
+    except Exception as why:
+        if inputs or isinstance(why, OrchardError):
+            raise
+        raise ArgumentError(f"orchard.transformers: {type(model).__name__} does not take doctor's "
+                            f"own inputs, two sentences of 16 tokens ({why}); pass yours: "
+                            "doctor(model, input_ids=..., ...)") from why
     names = {module: name for name, module in model.named_modules()}
-    layers: Dict[str, Dict[str, List[Call]]] = {}
+    layers: Dict[torch.nn.Module, Dict[str, List[Call]]] = {}
     for probe, heard in calls.items():
         for call in heard:
-            layers.setdefault(names[call.module], {}).setdefault(probe, []).append(call)
+            layers.setdefault(call.module, {}).setdefault(probe, []).append(call)
+            names.setdefault(call.module, f"a hidden {type(call.module).__name__}")
     lines = [f'{type(model).__name__}: attn_implementation "{chosen}", {len(layers)} attention '
              f"layers by Orchard"]
     if not layers:
         lines.append("  no layer calls Orchard: " + _advice(model, chosen))
     width = max(len(probe) for probe in probes)
-    for name, module in model.named_modules():
-        if name in layers:
-            first = next(iter(layers[name].values()))[0]
+    for module, name in names.items():
+        if module in layers:
+            first = next(iter(layers[module].values()))[0]
             lines.append(f"{name}  q {list(first.query)}  k {list(first.key)}")
-            for probe, heard in layers[name].items():
+            for probe, heard in layers[module].items():
                 for call in heard:
                     why = f"  ({call.why})" if call.why else ""
                     lines.append(f"  {probe:<{width}}  {call.backend}: {call.path}{why}")
         else:
-            silent = _silent(name, module, set(layers))
+            silent = _silent(name, module, {names[one] for one in layers})
             if silent is not None:
                 lines.append(f"{name}  {silent}")
     print("\n".join(lines))

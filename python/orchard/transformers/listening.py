@@ -39,12 +39,13 @@ def _ran() -> Dict[Tuple[str, str], int]:
 
 @contextlib.contextmanager
 def listen() -> Iterator[List[Call]]:
-    """The calls made inside, in the order of their ends."""
+    """The calls made inside, in the order of their ends; not those of another listen() inside."""
+    before = _ear.calls, _ear.whys
     _ear.calls, _ear.whys, _ear.ran = [], {}, _ran()
     try:
         yield _ear.calls
     finally:
-        _ear.calls, _ear.whys = None, {}
+        _ear.calls, _ear.whys = before
 
 
 def listening() -> bool:
