@@ -20,7 +20,6 @@ not reached.
 from __future__ import annotations
 
 import math
-import os
 import sys
 import threading
 import types
@@ -32,6 +31,7 @@ from torch.utils._device import DeviceContext
 
 from . import torch as _orchard_torch
 from ._library import LayoutError, UnsupportedError
+from ._locks import ProcessLock
 from .torch import mps_attention as _mps_attention
 from .torch import onlookers as _onlookers
 
@@ -159,11 +159,11 @@ def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout_p: Any, is_cau
 _on = False
 _original: Callable[..., torch.Tensor] = BUILTIN
 _counts: Dict[str, int] = {}
-_counts_lock = threading.Lock()
+_counts_lock = ProcessLock()
 
 
 def _count(what: str, by: int = 1) -> None:
-    with _counts_lock:
+    with _counts_lock.here():
         _counts[what] = _counts.get(what, 0) + by
         if not _counts[what]:
             del _counts[what]
@@ -258,7 +258,7 @@ class _Replaced(NamedTuple):
     before: Any
 
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 _handles: Set["Handle"] = set()
 _replaced: List[_Replaced] = []  # other modules' names; torch.nn.functional's own is not in it
 _bias_before: Any = None
@@ -341,20 +341,20 @@ class Handle:
 
     def remove(self) -> None:
         """Undoes this enable and no other; a second time does nothing."""
-        with _lock:
+        with _lock.here():
             if self in _handles:
                 _handles.remove(self)
                 _settle()
 
     def __enter__(self) -> "Handle":
-        with _lock:
+        with _lock.here():
             self._blocks += 1
             _handles.add(self)
             _settle()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with _lock:
+        with _lock.here():
             self._blocks -= 1
             if not self._blocks:
                 self.remove()
@@ -380,7 +380,7 @@ def enable(imported_names: bool = True) -> Handle:
     switch is off when every block is left. imported_names=False leaves alone what other modules
     bound to the function before, as `torch_attention = F.scaled_dot_product_attention` does.
     """
-    with _lock:
+    with _lock.here():
         handle = Handle(imported_names)
         _handles.add(handle)
         _settle()
@@ -389,14 +389,14 @@ def enable(imported_names: bool = True) -> Handle:
 
 def disable() -> None:
     """Undoes every `enable()`: each function of torch is the original object again."""
-    with _lock:
+    with _lock.here():
         _handles.clear()
         _settle()
 
 
 def active() -> List[str]:
     """What is replaced at the moment, as dotted names; empty while the switch is off."""
-    with _lock:
+    with _lock.here():
         if not _handles:
             return []
         names = ["torch.nn.functional." + NAME]
@@ -412,23 +412,11 @@ def counts(reset: bool = False) -> Dict[str, int]:
     Calls from compiled graphs do not come by here and are not counted; `orchard.report()` counts
     what the library really ran.
     """
-    with _counts_lock:
+    with _counts_lock.here():
         found = dict(_counts)
         if reset:
             _counts.clear()
     return found
-
-
-# ---- Forks ---------------------------------------------------------------------------------------
-
-def _in_forked_child() -> None:
-    """Another thread may have held a lock at the fork: in the child nobody would give it back."""
-    global _lock, _counts_lock
-    _lock, _counts_lock = threading.RLock(), threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 # ---- metalcore's names ---------------------------------------------------------------------------

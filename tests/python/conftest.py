@@ -9,6 +9,8 @@ import pathlib
 import sys
 import tempfile
 
+import pytest
+
 # Inductor keeps compiled graphs with the strides that an op's fake gave then, and its key does not
 # know the fake: code compiled by another tree would be tested instead of this one's.
 _inductor = tempfile.TemporaryDirectory(prefix="orchard-inductor-")
@@ -25,6 +27,17 @@ ALLOWED_SKIPS = {  # the beginning of a reason: why such a case may be left out
     "this machine has no second Python": "those that others have tell; the wheel holds no code for one",
     "threads are listed by Linux only": "whose threads work is the same code on every system",
 }
+
+@pytest.fixture
+def one_thread():
+    """Tiny problems are fastest so: pytestmark = pytest.mark.usefixtures("one_thread")."""
+    import torch  # which not every file needs
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 _counts = {"passed": 0, "failed": 0}
 _refused = []

@@ -23,6 +23,7 @@ from orchard.conformance import (  # noqa: E402
 from orchard.conformance.__main__ import main  # noqa: E402
 from orchard.conformance.run import from_json, run_isolated, to_json  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -64,14 +65,6 @@ EXTENDED_FAULTS = [
     ("logarithm to base 2", "log-sum-exp", "sliding window"),
     ("gradient of sinks cut", "log-sum-exp", "sliding window"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def outcome(function, row):

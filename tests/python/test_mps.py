@@ -153,7 +153,7 @@ def test_a_fork_while_another_thread_counts(launcher):
     def count():
         launcher.count("attention_forward", None)
         return len(launcher.report()) == 1
-    with held_by_another_thread(launcher._lock):
+    with held_by_another_thread(launcher._lock.here()):
         assert forked(count) is True
     assert counted(launcher) == []  # that was the child's
 

@@ -8,13 +8,15 @@ import threading
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from transformers_models import (MODELS, OTHERS, T, both_ways, cache_of, logits, one_thread,
-                                 padding, pair, same, tokens, watch)
+from transformers_models import (MODELS, OTHERS, T, both_ways, cache_of, logits, padding, pair,
+                                 same, tokens, watch)
 
 import orchard.torch
 import orchard.transformers as orchard_transformers
 from orchard import OrchardError
 from orchard.transformers import masks as orchard_masks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- Logits --------------------------------------------------------------------------------------

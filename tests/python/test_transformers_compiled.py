@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers_models import (LLAMA, MODELS, OTHERS, T, both_ways, cache_of, logits, one_thread,
-                                 padding, pair, same, tokens, watch)
+from transformers_models import (LLAMA, MODELS, OTHERS, T, both_ways, cache_of, logits, padding,
+                                 pair, same, tokens, watch)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_compiled_whole():

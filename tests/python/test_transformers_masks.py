@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 import transformers
-from transformers_models import (LLAMA, MODELS, OTHERS, T, both_ways, logits, one_thread, padding,
-                                 pair, same, tokens)
+from transformers_models import (LLAMA, MODELS, OTHERS, T, both_ways, logits, padding, pair, same,
+                                 tokens)
 
 import orchard.transformers as orchard_transformers
 from orchard import OrchardError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("config", [

@@ -1,7 +1,4 @@
-"""Tiny models of Transformers with random weights, as the tests of "orchard" share them.
-
-`one_thread` and `watch` are fixtures: importing the first puts it around every test of the file.
-"""
+"""Tiny models of Transformers with random weights, as the tests of "orchard" share them; `watch` is a fixture."""
 
 import copy
 import functools
@@ -92,14 +89,6 @@ class Watch:
             self.made += made is not None and made.shape[2] > 1
             return made
         return counted
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

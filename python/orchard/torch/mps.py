@@ -27,15 +27,13 @@ changes for autograd: outputs must be fresh tensors.
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Union
 
 import torch
 
 from .. import reports
 from .._library import ArgumentError, DtypeError, LayoutError, UnsupportedError
+from .._locks import ProcessLock
 from . import _launch
 from .operands import DTYPES
 from .outputs import (GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, check_present, new_gradients,
@@ -110,18 +108,6 @@ def _on_host(lengths: torch.Tensor) -> torch.Tensor:
                                device="cpu").copy_(host)
 
 
-_launchers: "weakref.WeakSet[Launcher]" = weakref.WeakSet()
-
-
-def _in_forked_child() -> None:
-    for one in list(_launchers):
-        one.renew_lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)
-
-
 class Launcher:
     """Runs operations of the C library on MPS tensors. `mps` is torch.mps, or what a test puts in
     its place."""
@@ -129,18 +115,13 @@ class Launcher:
     def __init__(self, mps: Any = torch.mps) -> None:
         self._mps = mps
         self._device: Union[_launch.DeviceInfo, str, None] = None  # or why nothing compiles
-        self._lock = threading.RLock()
+        self._lock = ProcessLock()
         self._libraries: Dict[Tuple[bytes, Tuple[int, ...]], Any] = {}  # or why it did not compile
         self._plans: Dict[tuple, _Ready] = {}
         self._nothing: Dict[torch.device, torch.Tensor] = {}
         self._counts: Dict[Tuple[str, str, Optional[str]], int] = {}
         self.compiled = 0  # libraries, so far
         self.agreed: Set[tuple] = set()  # calls that were asked for and will be taken
-        _launchers.add(self)
-
-    def renew_lock(self) -> None:
-        """For a forked child: another thread of the parent may have held it, and is not here."""
-        self._lock = threading.RLock()
 
     # ---- The device ------------------------------------------------------------------------------
 
@@ -148,7 +129,7 @@ class Launcher:
         """What plans are made for, or why nothing compiles here. Every GPU that torch >= 2.7 runs
         on is Apple's own: 32 KiB of threadgroup memory and 1024 threads are sure, the rest is asked
         for."""
-        with self._lock:
+        with self._lock.here():
             if self._device is None:
                 self._device = self._ask_device()
             return self._device
@@ -169,7 +150,7 @@ class Launcher:
     # ---- From a call to compiled kernels ---------------------------------------------------------
 
     def _library_of(self, launch: _launch.OneLaunch) -> Any:
-        with self._lock:
+        with self._lock.here():
             found = self._libraries.get(launch.text)
             if found is None:
                 try:
@@ -347,13 +328,13 @@ class Launcher:
 
     def count(self, op: str, reason: Optional[str], backend: str = "mps") -> None:
         """One more call that `backend` ran, or did not for this reason."""
-        with self._lock:
+        with self._lock.here():
             key = op, backend, reason
             self._counts[key] = self._counts.get(key, 0) + 1
 
     def report(self) -> reports.Report:
         """How often each operation ran, and why it did not."""
-        with self._lock:
+        with self._lock.here():
             return reports.Report(reports.ReportLine(op, backend, reason, count)
                                   for (op, backend, reason), count in self._counts.items())
 

@@ -111,7 +111,7 @@ def _one_sequence(options: Dict[str, Any], rows: int, length: int, keys: int) ->
     return number[..., :, None] == number[..., None, :]
 
 
-def _alone_causal(module: torch.nn.Module) -> bool:
+def _causal_without_mask(module: torch.nn.Module) -> bool:
     """What a layer means that gets no mask. One that does not say is causal, as "sdpa" has it, but
     for cross attention (Mllama's)."""
     return getattr(module, "is_causal", "CrossAttention" not in type(module).__name__)
@@ -142,7 +142,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
     if attention_mask is not None:
         causal = is_description(attention_mask)
     else:
-        causal = _alone_causal(module) if is_causal is None else is_causal
+        causal = _causal_without_mask(module) if is_causal is None else is_causal
     if cu_seq_lens_q is not None and (attention_mask is None or causal):
         _check_unpadded(options, keys)
         options.update(cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from typing import Any, Dict, List, Optional
 
 import torch
 
 from .._library import ArgumentError, OrchardError
+from .._locks import ProcessLock
 from .interfaces import NAME
 from .listening import Call, listen
 
@@ -34,17 +33,7 @@ def _probes(model: Any) -> Dict[str, Dict[str, Tensor]]:
 
 
 # Modes of models and torch.compile's stance are the whole process's: one doctor at a time.
-_lock = threading.RLock()
-
-
-def _in_forked_child() -> None:
-    """Another thread may have held the lock at the fork: in the child nobody would give it back."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)
+_lock = ProcessLock()
 
 
 def _calls(model: Any, inputs: Dict[str, Any]) -> List[Call]:
@@ -94,7 +83,7 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
     chosen = getattr(model.config, "_attn_implementation", None)
     probes = {"your inputs": inputs} if inputs else _probes(model)
     try:
-        with _lock:
+        with _lock.here():
             calls = {name: _calls(model, given) for name, given in probes.items()}
     except Exception as why:
         if inputs or isinstance(why, OrchardError):
