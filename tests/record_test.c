@@ -352,7 +352,7 @@ static void allocation_failures(void)
         } else {
             status = orchard_replay(ctx, path_of("memory.rec"), &result);
             if (status) {
-                refused(status, ORCHARD_ERROR_MEMORY, "replay: no memory for");
+                refused(status, ORCHARD_ERROR_MEMORY, "no memory for"); /* the file, or scratch */
             }
         }
         orchard_ctx_free(ctx);

@@ -3,6 +3,8 @@
 #ifndef ORCH_ATTENTION_H
 #define ORCH_ATTENTION_H
 
+#include <float.h>
+#include <math.h>
 #include <stdbool.h>
 
 #include <orchard/attention.h>
@@ -104,6 +106,26 @@ static inline bool orch_attention_has_queries(const orch_attention *p)
 static inline bool orch_attention_has_keys(const orch_attention *p)
 {
     return p->G > 0 && p->total_s > 0;
+}
+
+/* Backward rebuilds probabilities as exp(s - lse), which passes lse's rounding on to all of a row.
+ * From this size on that would show: backward goes by the row's own sum of powers then, made
+ * anew. */
+static inline bool orch_lse_is_coarse(const orch_attention *p, double lse)
+{
+    return isfinite(lse) && fabs(lse) >= (p->dtype == ORCHARD_F64 ? 0x1p39 : 0x1p10);
+}
+
+/* Whether the sum made anew is the one that lse tells of: within some units in the last place. It
+ * need not be: lse may be that of a larger softmax, of which these keys are a part. Scores end
+ * where the dtype of sums does in units of log 2: what is lower counts as that. */
+static inline bool orch_lse_agrees(const orch_attention *p, double lse, double anew)
+{
+    const bool wide = p->dtype == ORCHARD_F64;
+    const double lowest = (wide ? -DBL_MAX : -FLT_MAX) * 0.69314718055994530942; /* log 2 */
+    lse = lse < lowest ? lowest : lse;
+    anew = anew < lowest ? lowest : anew;
+    return fabs(anew - lse) <= 4 * (wide ? DBL_EPSILON : FLT_EPSILON) * fabs(lse);
 }
 
 /* Address of row `i` of head `h`, in elements from data. */

@@ -187,16 +187,19 @@ static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_att
     const orch_attention *p = plan->p;
     const panel *n = &state->panels[index];
     const real *delta = state->delta + index * PANEL;
+    const real *hi = state->lse_hi + index * PANEL, *lo = state->lse_lo + index * PANEL;
     real power[PANEL];
     bool absent[PANEL];
     for (int lane = 0; lane < PANEL; lane++) {
         const double sink =
             orch_element_load(p->sinks.dtype, p->sinks.data, n->head[lane] * p->sinks.head);
-        const int64_t i = task->sequence.row_q + n->query[lane];
-        const double lse = orch_element_load(p->lse.dtype, p->lse.data,
-                                             orch_row(&p->lse, task->b, n->head[lane], i));
-        /* Not above 1, however lse was rounded, and 1 where both are +inf. */
-        power[lane] = sink >= lse ? 0 : (real)((sink - lse) * LOG2E);
+        const double lse = lse_of(p, task, n, lane);
+        /* A sum made anew has the sink in it as a real. */
+        const double logit =
+            orch_lse_is_coarse(p, lse) ? (double)(real)to_log2(sink) : to_log2(sink);
+        const double x = (logit - (double)hi[lane]) - (double)lo[lane];
+        /* Not above 1, whatever lse was given, and 1 where both are +inf. */
+        power[lane] = x > 0 || (sink == lse && isinf(lse)) ? 0 : (real)x;
         absent[lane] = sink == -INFINITY || lse == -INFINITY;
     }
     for (int c = 0; c < PANEL; c += VW) {

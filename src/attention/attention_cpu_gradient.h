@@ -5,7 +5,7 @@
 #ifndef ORCH_ATTENTION_CPU_GRADIENT_H
 #define ORCH_ATTENTION_CPU_GRADIENT_H
 
-#include "attention/attention_cpu_scores.h"
+#include "attention/attention_cpu_softmax.h"
 
 typedef struct gradient_state {
     panel *panels;
@@ -50,26 +50,67 @@ static size_t gradient_layout(const orch_attention_cpu_plan *plan, char *scratch
     return at;
 }
 
+static double lse_of(const orch_attention *p, const orch_attention_task *task, const panel *n,
+                     int lane)
+{
+    const int64_t i = task->sequence.row_q + n->query[lane];
+    return orch_element_load(p->lse.dtype, p->lse.data,
+                             orch_row(&p->lse, task->b, n->head[lane], i));
+}
+
 /* lse of one panel, in two parts. Lanes not in use, and rows that see nothing, get +inf: P is 0
  * then. The latter are marked blind: whatever their q, dout and dlse hold, they take part in
- * nothing. */
-static void panel_lse(const orch_attention *p, const orch_attention_task *task,
+ * nothing. True if any lse is too coarse. */
+static bool panel_lse(const orch_attention *p, const orch_attention_task *task,
                       gradient_state *state, int64_t index)
 {
     panel *n = &state->panels[index];
     real *hi = state->lse_hi + index * PANEL, *lo = state->lse_lo + index * PANEL;
+    bool coarse = false;
     for (int lane = 0; lane < PANEL; lane++) {
-        const int64_t i = task->sequence.row_q + n->query[lane];
-        const int64_t at = orch_row(&p->lse, task->b, n->head[lane], i);
-        const double lse = orch_element_load(p->lse.dtype, p->lse.data, at);
+        const double lse = lse_of(p, task, n, lane);
         n->blind[lane] = lse == -INFINITY;
         hi[lane] = INFINITY;
         lo[lane] = 0;
         if (lane < n->lanes && !n->blind[lane]) {
-            hi[lane] = (real)(lse * LOG2E);
-            if (isfinite(hi[lane])) {
+            hi[lane] = (real)to_log2(lse);
+            if (fabs(lse * LOG2E) <= REAL_MAX) {
                 lo[lane] = (real)(fma(lse, LOG2E, -(double)hi[lane]) + lse * LOG2E_REST);
             }
+            coarse = coarse || orch_lse_is_coarse(p, lse);
+        }
+    }
+    return coarse;
+}
+
+/* Makes the sums of powers of a panel's rows anew and puts their logarithms in place of every
+ * coarse lse that they agree with: the largest score and what the sum adds to it are exact
+ * apart. */
+static void panel_refine(const orch_attention_cpu_plan *plan, const orch_attention_task *task,
+                         gradient_state *state, int64_t index)
+{
+    const orch_attention *p = plan->p;
+    const panel *n = &state->panels[index];
+    real m[PANEL], l[PANEL], unused[PANEL];
+    double logs[PANEL];
+    softmax_start(p, n, p->sinks.present, m, l);
+    for (int64_t from = n->lo; from < n->hi; from += plan->block_keys) {
+        const int64_t to = from + plan->block_keys < n->hi ? from + plan->block_keys : n->hi;
+        const key_rows k = key_tile(p, task, &p->k, p->D, from, to, state->k);
+        panel_scores(state->p, p, task, n, k, state->q + index * p->D * PANEL, from, to,
+                     state->block, NULL);
+        softmax_block(state->p, to - from, m, l, unused, n->vectors);
+    }
+    for (int lane = 0; lane < PANEL; lane++) {
+        logs[lane] = (double)l[lane];
+    }
+    orch_log_all(logs, PANEL);
+    for (int lane = 0; lane < n->lanes; lane++) {
+        const double lse = lse_of(p, task, n, lane);
+        if (l[lane] > 0 && orch_lse_is_coarse(p, lse) &&
+            orch_lse_agrees(p, lse, (double)m[lane] * LN2 + logs[lane])) {
+            state->lse_hi[index * PANEL + lane] = m[lane];
+            state->lse_lo[index * PANEL + lane] = (real)(logs[lane] * LOG2E);
         }
     }
 }
@@ -147,11 +188,14 @@ static void gradient_start(const orch_attention_cpu_plan *plan, const orch_atten
     for (int64_t n = 0; n < count; n++) {
         panel *at = &state->panels[n];
         panel_set(at, p, task, task->block * plan->block_panels + n, 0, task->sequence.S);
-        panel_lse(p, task, state, n);
+        const bool coarse = panel_lse(p, task, state, n);
         do {
             panel_pack(state->q + n * p->D * PANEL, at, &p->q, task, p->D, query_scale(p));
             panel_pack(state->dout + n * p->E * PANEL, at, &p->dout, task, p->E, 1);
         } while (p->sinks.present && mark_blind(p, task, state, n));
+        if (coarse) {
+            panel_refine(plan, task, state, n);
+        }
         panel_delta(p, task, state, n);
     }
 }
@@ -193,7 +237,7 @@ ORCH_INLINE void probability_rows(real *rows, int count, const real hi[PANEL], c
     for (int i = 0; i < 2 * count; i++) {
         x[i] =
             v_sub(v_sub(v_load(rows + i * VW), v_load(hi + i % 2 * VW)), v_load(lo + i % 2 * VW));
-        /* No probability is above 1, however coarsely a huge lse was rounded. */
+        /* No probability is above 1, whatever lse the caller gives. */
         x[i] = v_min(v_zero(), x[i]);
     }
     v_exp2_low_all(x, 2 * count);

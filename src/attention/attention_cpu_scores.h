@@ -21,6 +21,14 @@ static inline real finite_real(double x)
     return isinf(x) || fabs(x) <= REAL_MAX || isnan(x) ? (real)x : x > 0 ? REAL_MAX : -REAL_MAX;
 }
 
+/* A logit, or what makes one, in units of log 2: finite if it was, also beyond what a real
+ * holds. */
+static inline double to_log2(double x)
+{
+    const double y = x * LOG2E;
+    return isfinite(x) && fabs(y) > REAL_MAX ? copysign(REAL_MAX, x) : y;
+}
+
 /* The next `count` elements of a worker's scratch, aligned to 64; NULL while scratch is NULL and
  * only the size counts. */
 static inline void *take(char *scratch, size_t *at, int64_t count, size_t size)
@@ -79,8 +87,7 @@ static inline void panel_set(panel *n, const orch_attention *p, const orch_atten
         n->all_hi = hi < n->all_hi ? hi : n->all_hi;
         if (p->alibi.present) {
             const int64_t at = task->b * p->alibi.batch + n->head[lane] * p->alibi.head;
-            n->slope[lane] =
-                finite_real(orch_element_load(p->alibi.dtype, p->alibi.data, at) * LOG2E);
+            n->slope[lane] = (real)to_log2(orch_element_load(p->alibi.dtype, p->alibi.data, at));
         }
     }
     if (n->lo > n->hi) {
@@ -125,7 +132,7 @@ static inline void panel_unpack(const panel *n, const orch_view *view,
  * Kept finite, since 0 times infinity would be NaN. */
 static inline real query_scale(const orch_attention *p)
 {
-    return finite_real(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2E);
+    return p->softcap > 0 ? finite_real(p->scale / p->softcap) : (real)to_log2(p->scale);
 }
 
 /* ---- Keys and values as reals ---------------------------------------------------------------- */
@@ -433,7 +440,7 @@ static void score_options(real *scores, const orch_attention *p, const orch_atte
     const int64_t keys = j1 - j0, count = keys * PANEL;
     char *row[PANEL];
     if (p->softcap > 0) {
-        apply_softcap(scores, count, finite_real(p->softcap * LOG2E), slopes);
+        apply_softcap(scores, count, (real)to_log2(p->softcap), slopes);
     }
     if (p->alibi.present) {
         apply_alibi(scores, n, &task->sequence, j0, keys);

@@ -4,9 +4,10 @@
  *     out_i   = sum_j keep_ij P_ij v_j           dP_ij = dout_i . v_j
  *     delta_i = dout_i . out_i - dlse_i          dS_ij = P_ij (keep_ij dP_ij - delta_i)
  *
- * Every sum is a double, every loop owns what it writes, and nothing is kept between rows: scores
- * are made again wherever they are needed. A pair that is left out is never looked at, so that
- * whatever stands in its key or value cannot reach a sum; a bias of -inf leaves a pair out too. */
+ * Every sum is a double, every loop owns what it writes, and nothing is kept between rows but what
+ * backward knows of each: scores are made again wherever they are needed. A pair that is left out
+ * is never looked at, so that whatever stands in its key or value cannot reach a sum; a bias of
+ * -inf leaves a pair out too. */
 #include <math.h>
 
 #include "attention/attention.h"
@@ -128,12 +129,12 @@ static double sink(const place *at)
     return at->p->sinks.present ? load(&at->p->sinks, at->h * at->p->sinks.head) : -INFINITY;
 }
 
-/* exp(sink - x), where only rounding makes x less than the sink: 1 then, and where both are +inf.
- */
-static double sink_power(const place *at, double x)
+/* exp(s - (top + rest)), where only rounding makes that more than 1: 1 then, and where s and top
+ * are +inf. */
+static double power_below(double s, double top, double rest)
 {
-    const double s = sink(at);
-    return s == -INFINITY ? 0 : s >= x ? 1 : exp(s - x);
+    const double x = s == top ? -rest : (s - top) - rest;
+    return s == -INFINITY ? 0 : x > 0 ? 1 : exp(x);
 }
 
 /* What dropout multiplies the probability of the pair with. */
@@ -149,6 +150,18 @@ static double keep(const place *at, int64_t i, int64_t j)
     return word[j % 4] >= p->dropout_threshold ? p->keep_scale : 0;
 }
 
+/* The largest logit of row i, which is taken out of every exponent, so that none overflows and one
+ * of them is 1. */
+static double largest_logit(const place *at, int64_t i, int64_t lo, int64_t hi)
+{
+    double largest = sink(at), slope;
+    for (int64_t j = lo; j < hi; j++) {
+        const double s = score(at, i, j, &slope);
+        largest = s > largest ? s : largest;
+    }
+    return largest;
+}
+
 /* ---- Forward --------------------------------------------------------------------------------- */
 
 static void forward_row(const place *at, int64_t i)
@@ -157,15 +170,8 @@ static void forward_row(const place *at, int64_t i)
     double sum[ORCH_ATTENTION_MAX_HEAD_SIZE] = {0}, slope;
     int64_t lo, hi;
     orch_attention_range(p, &at->sequence, i, &lo, &hi);
-
-    /* The largest logit is taken out of every exponent, so that none overflows and one of them
-     * is 1. */
-    double largest = sink(at);
-    for (int64_t j = lo; j < hi; j++) {
-        const double s = score(at, i, j, &slope);
-        largest = s > largest ? s : largest;
-    }
-    double denominator = sink_power(at, largest);
+    const double largest = largest_logit(at, i, lo, hi);
+    double denominator = power_below(sink(at), largest, 0);
     for (int64_t j = lo; j < hi; j++) {
         const double s = score(at, i, j, &slope);
         if (s == -INFINITY) {
@@ -215,6 +221,42 @@ static double delta(const place *at, int64_t i)
     return p->dlse.present ? sum - load(&p->dlse, query_row(at, &p->dlse, i)) : sum;
 }
 
+/* What backward knows of a row: P_ij = exp((s_ij - top) - rest). */
+typedef struct row {
+    double top, rest;
+    double delta;
+} row;
+
+/* top + rest are lse; where that is too coarse, the largest logit and the logarithm of its sum. */
+static row make_row(const place *at, int64_t i)
+{
+    const orch_attention *p = at->p;
+    const double lse = load(&p->lse, query_row(at, &p->lse, i));
+    row found = {.top = lse, .delta = delta(at, i)};
+    if (orch_lse_is_coarse(p, lse)) {
+        int64_t lo, hi;
+        double slope;
+        orch_attention_range(p, &at->sequence, i, &lo, &hi);
+        const double largest = largest_logit(at, i, lo, hi);
+        double denominator = power_below(sink(at), largest, 0);
+        for (int64_t j = lo; j < hi; j++) {
+            denominator += power_below(score(at, i, j, &slope), largest, 0);
+        }
+        if (denominator > 0 && orch_lse_agrees(p, lse, largest + log(denominator))) {
+            found.top = largest;
+            found.rest = log(denominator);
+        }
+    }
+    return found;
+}
+
+static row *row_at(row *rows, const place *at, int64_t i)
+{
+    const orch_attention *p = at->p;
+    const int64_t first = orch_tensor_present(&p->cu_seqlens_q) ? at->sequence.row_q : at->b * p->T;
+    return &rows[at->h * p->total_t + first + i];
+}
+
 typedef struct pair {
     double weight; /* keep_ij P_ij, which v_j was multiplied with */
     double ds;     /* gradient of the score */
@@ -222,32 +264,29 @@ typedef struct pair {
 } pair;
 
 /* False where query i does not look at key j. */
-static bool pair_at(const place *at, int64_t i, int64_t j, double delta_i, pair *out)
+static bool pair_at(const place *at, int64_t i, int64_t j, const row *own, pair *out)
 {
     const orch_attention *p = at->p;
-    const double lse = load(&p->lse, query_row(at, &p->lse, i));
     const double s = score(at, i, j, &out->slope);
-    if (s == -INFINITY || lse == -INFINITY) {
+    if (s == -INFINITY || own->top == -INFINITY) {
         return false;
     }
-    /* lse may be fp32, and less than the score by rounding. */
-    const double probability = s > lse ? 1 : exp(s - lse), kept = keep(at, i, j);
+    const double probability = power_below(s, own->top, own->rest), kept = keep(at, i, j);
     const double dp = dot(&p->dout, query_row(at, &p->dout, i), &p->v, key_row(at, &p->v, j), p->E);
     out->weight = kept * probability;
-    out->ds = probability * (kept * dp - delta_i);
+    out->ds = probability * (kept * dp - own->delta);
     return true;
 }
 
-static void backward_query(const place *at, int64_t i)
+static void backward_query(const place *at, row *rows, int64_t i)
 {
     const orch_attention *p = at->p;
     double dq[ORCH_ATTENTION_MAX_HEAD_SIZE] = {0};
-    const double delta_i = delta(at, i);
     int64_t lo, hi;
     orch_attention_range(p, &at->sequence, i, &lo, &hi);
     for (int64_t j = lo; j < hi; j++) {
         pair x;
-        if (pair_at(at, i, j, delta_i, &x)) {
+        if (pair_at(at, i, j, row_at(rows, at, i), &x)) {
             add_scaled_row(dq, x.ds * x.slope, &p->k, key_row(at, &p->k, j), p->D);
         }
     }
@@ -255,7 +294,7 @@ static void backward_query(const place *at, int64_t i)
 }
 
 /* dk and dv of key j of key head g: the sums over all query heads that use it. */
-static void backward_key(const orch_attention *p, int64_t b, int64_t g, int64_t j)
+static void backward_key(const orch_attention *p, row *rows, int64_t b, int64_t g, int64_t j)
 {
     double dk[ORCH_ATTENTION_MAX_HEAD_SIZE] = {0}, dv[ORCH_ATTENTION_MAX_HEAD_SIZE] = {0};
     const int64_t group = p->H / p->G;
@@ -263,7 +302,7 @@ static void backward_key(const orch_attention *p, int64_t b, int64_t g, int64_t 
     for (at.h = g * group; at.h < (g + 1) * group; at.h++) {
         for (int64_t i = 0; i < at.sequence.T; i++) {
             pair x;
-            if (!sees(&at, i, j) || !pair_at(&at, i, j, delta(&at, i), &x)) {
+            if (!pair_at(&at, i, j, row_at(rows, &at, i), &x)) {
                 continue;
             }
             if (p->dk.present) {
@@ -292,7 +331,7 @@ static int64_t key_rows(const orch_attention *p, int64_t b)
 
 /* One element of dbias: a size of 1 was repeated over its whole dimension, so it collects all of
  * it. */
-static double bias_gradient(const orch_attention *p, const int64_t index[4])
+static double bias_gradient(const orch_attention *p, row *rows, const int64_t index[4])
 {
     const int64_t full[4] = {p->B, p->H, p->T, p->S};
     int64_t begin[4], end[4];
@@ -305,10 +344,9 @@ static double bias_gradient(const orch_attention *p, const int64_t index[4])
         for (int64_t h = begin[1]; h < end[1]; h++) {
             const place at = place_at(p, b, h);
             for (int64_t i = begin[2]; i < end[2] && i < at.sequence.T; i++) {
-                const double delta_i = delta(&at, i);
                 for (int64_t j = begin[3]; j < end[3] && j < at.sequence.S; j++) {
                     pair x;
-                    sum += pair_at(&at, i, j, delta_i, &x) ? x.ds : 0;
+                    sum += pair_at(&at, i, j, row_at(rows, &at, i), &x) ? x.ds : 0;
                 }
             }
         }
@@ -316,7 +354,7 @@ static double bias_gradient(const orch_attention *p, const int64_t index[4])
     return sum;
 }
 
-static void backward_bias(const orch_attention *p)
+static void backward_bias(const orch_attention *p, row *rows)
 {
     const orch_view *dbias = &p->dbias;
     const int64_t *size = p->bias_size;
@@ -327,7 +365,7 @@ static void backward_bias(const orch_attention *p)
                 for (n[3] = 0; n[3] < size[3]; n[3]++) {
                     orch_element_store(dbias->dtype, dbias->data,
                                        orch_row(dbias, n[0], n[1], n[2]) + n[3] * dbias->column,
-                                       bias_gradient(p, n));
+                                       bias_gradient(p, rows, n));
                 }
             }
         }
@@ -335,15 +373,15 @@ static void backward_bias(const orch_attention *p)
 }
 
 /* A sink is a key with value 0: its dP is 0, its probability exp(sink - lse). */
-static void backward_sink(const orch_attention *p, int64_t h)
+static void backward_sink(const orch_attention *p, row *rows, int64_t h)
 {
     double sum = 0;
     for (int64_t b = 0; b < p->B && orch_attention_has_queries(p); b++) {
         const place at = place_at(p, b, h);
         for (int64_t i = 0; i < at.sequence.T; i++) {
-            const double lse = load(&p->lse, query_row(&at, &p->lse, i));
-            if (lse != -INFINITY && sink(&at) != -INFINITY) {
-                sum -= sink_power(&at, lse) * delta(&at, i);
+            const row *own = row_at(rows, &at, i);
+            if (own->top != -INFINITY && sink(&at) != -INFINITY) {
+                sum -= power_below(sink(&at), own->top, own->rest) * own->delta;
             }
         }
     }
@@ -353,12 +391,15 @@ static void backward_sink(const orch_attention *p, int64_t h)
 static orchard_status backward(const orch_call *call, void *scratch)
 {
     const orch_attention *p = call->problem;
-    (void)scratch;
-    for (int64_t b = 0; b < p->B && p->dq.present && orch_attention_has_queries(p); b++) {
+    row *rows = scratch;
+    for (int64_t b = 0; b < p->B && orch_attention_has_queries(p); b++) {
         for (int64_t h = 0; h < p->H; h++) {
             const place at = place_at(p, b, h);
             for (int64_t i = 0; i < at.sequence.T; i++) {
-                backward_query(&at, i);
+                *row_at(rows, &at, i) = make_row(&at, i);
+                if (p->dq.present) {
+                    backward_query(&at, rows, i);
+                }
             }
         }
     }
@@ -366,27 +407,34 @@ static orchard_status backward(const orch_call *call, void *scratch)
     for (int64_t b = 0; b < p->B && key_gradients && orch_attention_has_keys(p); b++) {
         for (int64_t g = 0; g < p->G; g++) {
             for (int64_t j = 0; j < key_rows(p, b); j++) {
-                backward_key(p, b, g, j);
+                backward_key(p, rows, b, g, j);
             }
         }
     }
     if (p->dbias.present) {
-        backward_bias(p);
+        backward_bias(p, rows);
     }
     for (int64_t h = 0; h < p->H && p->dsinks.present; h++) {
-        backward_sink(p, h);
+        backward_sink(p, rows, h);
     }
     return ORCHARD_OK;
 }
 
 /* ---- Slots ----------------------------------------------------------------------------------- */
 
-static const char *plan(const orch_call *call, size_t *scratch_bytes)
+static const char *plan_forward(const orch_call *call, size_t *scratch_bytes)
 {
     (void)call;
     *scratch_bytes = 0;
     return NULL;
 }
 
-const orch_slot orch_attention_forward_ref = {.plan = plan, .run = forward};
-const orch_slot orch_attention_backward_ref = {.plan = plan, .run = backward};
+static const char *plan_backward(const orch_call *call, size_t *scratch_bytes)
+{
+    const orch_attention *p = call->problem;
+    *scratch_bytes = (size_t)(p->H * p->total_t) * sizeof(row);
+    return NULL;
+}
+
+const orch_slot orch_attention_forward_ref = {.plan = plan_forward, .run = forward};
+const orch_slot orch_attention_backward_ref = {.plan = plan_backward, .run = backward};

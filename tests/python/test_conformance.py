@@ -164,9 +164,6 @@ def orchard_judged():
 def test_orchard_passes(orchard_judged):
     not_passing = {name: (v.outcome, v.detail) for name, v in orchard_judged.items()
                    if v.outcome != "passes"}
-    # Where every score of a row is the lowest number, its log-sum-exp cannot hold the number of
-    # keys: docs/numerics.md, "Masks, NaN and Inf".
-    assert not_passing.pop("gradients of such rows")[0] == "wrong"
     assert not_passing.pop("forward mode")[0] == "raises"
     assert not not_passing
 

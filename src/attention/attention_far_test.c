@@ -1,0 +1,332 @@
+/* Rows whose scores are all far from 0: a bias of finfo.min, huge scales and sinks. An lse of fp32
+ * is too coarse there to tell how many keys share a row's weight (half of its last place is 0.004
+ * at 1e5, and at finfo.min it is larger than any difference of scores), so that backward must not
+ * go by it alone. Each function runs on ref and on every instruction set that this CPU has, or,
+ * with --backend NAME, on that backend. */
+#include <float.h>
+
+#include "attention/attention_running.h"
+
+static orchard_ctx *tested, *reference;
+static bool on_device; /* which has no double precision */
+
+/* ---- finfo.min ------------------------------------------------------------------------------- */
+
+/* How far an output is from fp64 at most; NaN and Inf are beyond all. Unless `all` count, rows
+ * i % 3 == 0 need only be finite: lse ends at the lowest number in units of log 2. */
+static double off_from_ref(const problem *p, const problem *exact, operand name, bool all)
+{
+    double worst = 0;
+    for (int64_t n = 0; n < box_elements(&p->box[name]); n++) {
+        int64_t i[4];
+        box_index(&p->box[name], n, i);
+        const double value = box_nth(&p->box[name], n);
+        const double off = all || i[2] % 3 != 0 ? value - box_nth(&exact->box[name], n) : 0 * value;
+        worst = fabs(off) <= worst ? worst : fabs(off);
+    }
+    return worst;
+}
+
+/* A common mask is the lowest finite number. Rows i % 3 == 0 have nothing else: all keys weigh the
+ * same there, and the sink as much. Of the others, every second row has it at every second key. */
+static void make_lowest(problem *p, const attention_case *c, double lowest)
+{
+    problem_make(p, c, 12);
+    for (int64_t n = 0; n < box_elements(&p->box[BIAS]); n++) {
+        const int64_t i = n / c->S % c->T, j = n % c->S;
+        const bool low = i % 3 == 0 || (i % 3 == 1 && j % 2 == 0);
+        box_set_nth(&p->box[BIAS], n, low ? lowest : 0);
+    }
+    for (int64_t h = 0; h < c->H && c->sinks; h++) {
+        box_set(&p->box[SINKS], 0, h, 0, 0, lowest);
+    }
+}
+
+/* How far out of the first row is from the mean of all values, and of a sink's 0. */
+static double off_from_mean(const problem *p)
+{
+    const attention_case *c = &p->c;
+    double worst = 0;
+    for (int64_t n = 0; n < c->B * c->H * c->E; n++) {
+        const int64_t b = n / (c->H * c->E), h = n / c->E % c->H, d = n % c->E;
+        double mean = 0;
+        for (int64_t j = 0; j < c->S; j++) {
+            mean += box_get(&p->box[V], b, h / (c->H / c->G), j, d) / (double)(c->S + c->sinks);
+        }
+        const double off = fabs(box_get(&p->box[OUT], b, h, 0, d) - mean);
+        worst = off <= worst ? worst : off;
+    }
+    return worst;
+}
+
+static void check_lowest(const attention_case *c, double lowest)
+{
+    const double bound = c->dtype == ORCHARD_BF16 ? 2e-2 : c->dtype == ORCHARD_F32 ? 1e-5 : 1e-13;
+    /* Whoever made lse: where scores end, it differs by a factor of log 2. */
+    orchard_ctx *const pairs[3][2] = {{tested, tested}, {reference, tested}, {tested, reference}};
+    problem p, exact;
+    make_lowest(&p, c, lowest);
+    problem_upcast(&exact, &p);
+    CHECK_INT(problem_run(&exact, reference), ORCHARD_OK);
+    for (int n = 0; n < 3; n++) {
+        outputs_reset(&p, UNTOUCHED);
+        CHECK_INT(orchard_attention_forward(pairs[n][0], &p.forward), ORCHARD_OK);
+        CHECK_INT(orchard_attention_backward(pairs[n][1], &p.backward), ORCHARD_OK);
+        CHECK_NEAR(off_from_mean(&p), 0, bound);
+        CHECK_NEAR(off_from_ref(&p, &exact, LSE, false), 0, bound);
+        const operand outputs[] = {OUT, DQ, DK, DV, DBIAS, DSINKS};
+        for (int output = 0; output < 5 + c->sinks; output++) {
+            CHECK_NEAR(off_from_ref(&p, &exact, outputs[output], true), 0, bound);
+        }
+    }
+    problem_free(&p);
+    problem_free(&exact);
+}
+
+static void rows_of_the_lowest_bias(void)
+{
+    static const struct {
+        orchard_dtype dtype;
+        double lowest;
+    } types[3] = {{ORCHARD_F32, -FLT_MAX}, {ORCHARD_BF16, -0x1.fep127}, {ORCHARD_F64, -DBL_MAX}};
+    static const int64_t shapes[][4] = {{30, 75, 12, 9}, {3, 75, 16, 8}, {3, 1100, 8, 8}};
+    for (int kind = 0; kind < 2 * 3 * (on_device ? 2 : 3); kind++) {
+        const int64_t *size = shapes[kind % 3];
+        const int sinks = kind / 3 % 2;
+        const attention_case c = {.name = "rows of finfo.min",
+                                  CASE_SHAPE(2, 4, 2, size[0], size[1], size[2], size[3]),
+                                  .dtype = types[kind / 6].dtype,
+                                  .bias = "BHTS",
+                                  .sinks = sinks,
+                                  .gradients = GRAD_QKV | GRAD_BIAS | (sinks ? GRAD_SINKS : 0)};
+        check_lowest(&c, types[kind / 6].lowest);
+    }
+}
+
+/* ---- Scores far from 0 ----------------------------------------------------------------------- */
+
+/* One key takes all of a row, and lse may have been rounded to less or more than its score: dv is
+ * P, and 1. */
+static void one_far_key(void)
+{
+    const attention_case c = {.name = "one far key",
+                              CASE_SHAPE(40, 1, 1, 5, 1, 1, 1),
+                              .dtype = ORCHARD_F32,
+                              .has_scale = 1,
+                              .scale = 1};
+    problem p;
+    problem_make(&p, &c, 33);
+    for (int64_t b = 0; b < c.B; b++) {
+        box_set(&p.box[K], b, 0, 0, 0, 1.1);
+        for (int64_t i = 0; i < c.T; i++) {
+            box_set(&p.box[Q], b, 0, i, 0, 1e7 + 123456.7 * (double)b);
+            box_set(&p.box[DOUT], b, 0, i, 0, i == b % 4);
+        }
+    }
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    for (int64_t b = 0; b < c.B; b++) {
+        CHECK_NEAR(box_get(&p.box[DV], b, 0, 0, 0), 1, 0);
+    }
+    problem_free(&p);
+}
+
+/* How far a row's probabilities are from 1 together: with dout 1, what all keys' dv add up to is
+ * the number of query rows that see a key. */
+static double off_from_one(const problem *p)
+{
+    const attention_case *c = &p->c;
+    double worst = 0;
+    for (int64_t n = 0; n < c->B * c->G * c->E; n++) {
+        double sum = 0;
+        for (int64_t j = 0; j < c->S; j++) {
+            sum += box_get(&p->box[DV], n / (c->G * c->E), n / c->E % c->G, j, n % c->E);
+        }
+        const double off = fabs(sum / (double)(c->H / c->G * c->T) - 1);
+        worst = off <= worst ? worst : off;
+    }
+    return worst;
+}
+
+static void make_far(problem *p, const attention_case *c, double far)
+{
+    problem_make(p, c, 14);
+    for (int64_t n = 0; p->box[BIAS].present && n < box_elements(&p->box[BIAS]); n++) {
+        box_set_nth(&p->box[BIAS], n, far * (1 + (double)(n % 7)));
+    }
+    for (int64_t n = 0; p->box[MASK].present && n < box_elements(&p->box[MASK]); n += c->S) {
+        box_set_nth(&p->box[MASK], n, 1); /* every row sees its first key */
+    }
+    for (int64_t n = 0; n < box_elements(&p->box[DOUT]); n++) {
+        box_set_nth(&p->box[DOUT], n, 1);
+    }
+}
+
+static void check_far(const attention_case *c, double far)
+{
+    problem p;
+    make_far(&p, c, far);
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    CHECK_NEAR(off_from_one(&p), 0, c->dtype == ORCHARD_BF16 ? 2e-3 : 2e-6);
+    problem_free(&p);
+}
+
+#define FAR_SHAPE(t, s) CASE_SHAPE(2, 4, 2, t, s, 20, 8), .dtype = ORCHARD_F32
+#define FAR_BIAS FAR_SHAPE(37, 130), .bias = "11T1"
+
+static void rows_far_from_zero(void)
+{
+    static const double far[] = {1.5e3, -2.1e4, 1e5, -1.3e7, 3e20};
+    static const attention_case cases[] = {
+        {"far by bias", 0, FAR_BIAS},
+        {"far, causal", 0, FAR_BIAS, .causal = 1},
+        {"far, bf16", 0, CASE_SHAPE(2, 4, 2, 37, 130, 20, 8), .dtype = ORCHARD_BF16, .bias = "11T1",
+         .bias_dtype = ORCHARD_F32},
+        {"far, mask", 0, FAR_BIAS, .mask = "BHTS"},
+        {"far, window", 0, FAR_BIAS, .has_window = 1, .window_left = 9, .window_right = 3,
+         .align = ORCHARD_BOTTOM_RIGHT},
+        {"far, alibi", 0, FAR_BIAS, .alibi = 1},
+        {"far, soft cap", 0, FAR_BIAS, .softcap = 1.5},
+        {"far, lengths", 0, FAR_BIAS, .has_key_lengths = 1, .key_lengths = {130, 77}},
+        {"far, columns apart", 0, FAR_BIAS, .layout = LAYOUT_SLICED},
+        {"far, few queries", 0, FAR_SHAPE(3, 1100), .bias = "11T1"},
+    };
+    for (size_t n = 0; n < 5 * sizeof cases / sizeof *cases; n++) {
+        check_far(&cases[n / 5], far[n % 5]);
+    }
+}
+
+/* An lse that is not of these keys alone: backward goes by it, coarse as it is. One that is too
+ * small for them makes no probability larger than 1. */
+static void far_lse_of_others(void)
+{
+    const attention_case c = {.name = "far, lse of others", FAR_BIAS};
+    const double queries = (double)(c.H / c.G * c.T);
+    problem p;
+    make_far(&p, &c, 3e4);
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    for (int64_t n = 0; n < box_elements(&p.box[LSE]); n++) {
+        box_set_nth(&p.box[LSE], n, box_nth(&p.box[LSE], n) + 3);
+    }
+    CHECK_INT(orchard_attention_backward(tested, &p.backward), ORCHARD_OK);
+    CHECK_NEAR(off_from_one(&p), 1 - exp(-3), 2e-3);
+    for (int64_t n = 0; n < box_elements(&p.box[LSE]); n++) {
+        box_set_nth(&p.box[LSE], n, box_nth(&p.box[LSE], n) - 40);
+    }
+    CHECK_INT(orchard_attention_backward(tested, &p.backward), ORCHARD_OK);
+    double least = queries, most = 0;
+    for (int64_t n = 0; n < box_elements(&p.box[DV]); n++) {
+        least = fmin(least, box_nth(&p.box[DV], n));
+        most = fmax(most, box_nth(&p.box[DV], n));
+    }
+    CHECK_NEAR(least, queries, 0);
+    CHECK_NEAR(most, queries, 0);
+    problem_free(&p);
+}
+
+/* Without options, by q alone: kernels for that are others. One key takes nearly all of a row, and
+ * scores have the same bits wherever they are made. */
+static void rows_far_by_queries(void)
+{
+    static const double magnitudes[] = {3e3, 1e5, 1e9};
+    static const attention_case cases[] = {
+        {"far by q", 0, FAR_SHAPE(37, 130)},
+        {"far by q, packed", 0, CASE_SHAPE(1, 4, 2, 37, 130, 20, 8), .dtype = ORCHARD_F32,
+         .packed = 1, .lengths_t = {37}, .lengths_s = {130}},
+        {"far by q, heads of 100", 0, CASE_SHAPE(1, 2, 2, 40, 70, 100, 100), .dtype = ORCHARD_F32},
+    };
+    for (size_t n = 0; n < 3 * sizeof cases / sizeof *cases; n++) {
+        attention_case c = cases[n / 3];
+        c.magnitude = magnitudes[n % 3];
+        check_far(&c, 0);
+    }
+}
+
+/* Scores that are exact in units of log 2, and an lse that is not, nor coarse yet: P follows the
+ * lse that backward was given, to more digits than that lse has in units of log 2. */
+static void probabilities_follow_the_given_lse(void)
+{
+    const attention_case c = {.name = "given lse",
+                              CASE_SHAPE(40, 1, 1, 1, 1, 1, 1),
+                              .dtype = ORCHARD_F32,
+                              .has_scale = 1,
+                              .scale = 0.6931471805599453}; /* ln 2 */
+    problem p;
+    problem_make(&p, &c, 36);
+    for (int64_t b = 0; b < c.B; b++) {
+        box_set(&p.box[K], b, 0, 0, 0, 1);
+        box_set(&p.box[Q], b, 0, 0, 0, (double)(400 + 25 * b));
+        box_set(&p.box[DOUT], b, 0, 0, 0, 1);
+    }
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    for (int64_t b = 0; b < c.B && on_device; b++) {
+        const double score = c.scale * (double)(400 + 25 * b);
+        const double given = exp(score - box_get(&p.box[LSE], b, 0, 0, 0));
+        CHECK_NEAR(box_get(&p.box[DV], b, 0, 0, 0), given < 1 ? given : 1, 2e-6);
+    }
+    problem_free(&p);
+}
+
+/* Queries of 0 see all keys alike, whatever the scale: also one that no float holds in units of
+ * log 2. */
+static void zero_queries_of_a_huge_scale(void)
+{
+    const attention_case c = {.name = "queries of 0",
+                              CASE_SHAPE(1, 2, 1, 3, 40, 8, 8),
+                              .dtype = ORCHARD_F32,
+                              .has_scale = 1,
+                              .scale = 3e38};
+    problem p;
+    problem_make(&p, &c, 30);
+    for (int64_t n = 0; n < box_elements(&p.box[Q]); n++) {
+        box_set_nth(&p.box[Q], n, 0);
+    }
+    CHECK_INT(orchard_attention_forward(tested, &p.forward), ORCHARD_OK);
+    for (int64_t i = 0; i < c.T; i++) {
+        CHECK_NEAR(box_get(&p.box[LSE], 0, 1, i, 0), log(40), 1e-5);
+    }
+    problem_free(&p);
+}
+
+static const struct {
+    const char *name;
+    void (*run)(void);
+} checks[] = {
+    {"lowest_bias", rows_of_the_lowest_bias},
+    {"one_far_key", one_far_key},
+    {"far_bias", rows_far_from_zero},
+    {"far_queries", rows_far_by_queries},
+    {"others_lse", far_lse_of_others},
+    {"given_lse", probabilities_follow_the_given_lse},
+    {"zero_queries", zero_queries_of_a_huge_scale},
+};
+
+static void check_all(const char *backend, const char *cpu, const char *only)
+{
+    tested = context_make(backend, cpu, 2);
+    for (size_t n = 0; n < sizeof checks / sizeof *checks; n++) {
+        if (!only || strcmp(only, checks[n].name) == 0) {
+            checks[n].run();
+        }
+    }
+    orchard_ctx_free(tested);
+}
+
+int main(int argc, char **argv)
+{
+    const char *backend = argc >= 3 && strcmp(argv[1], "--backend") == 0 ? argv[2] : NULL;
+    const char *only = argc == 5 && strcmp(argv[3], "--only") == 0 ? argv[4] : NULL;
+    if (argc > 1 && (!backend || (argc > 3 && !only))) {
+        fprintf(stderr, "usage: attention_far_test [--backend NAME [--only CHECK]]\n");
+        return 2;
+    }
+    reference = context_make("ref", NULL, 1);
+    if (backend) {
+        on_device = strcmp(backend, "opencl") == 0 || strcmp(backend, "metal") == 0;
+        check_all(backend, NULL, only);
+    }
+    for (int i = 0; !backend && (i == 0 || orchard_cpu_name(i - 1)); i++) {
+        check_all(i ? "cpu" : "ref", i ? orchard_cpu_name(i - 1) : NULL, NULL);
+    }
+    orchard_ctx_free(reference);
+    return check_passed + check_failed == 0 ? 2 : check_report("attention_far");
+}
