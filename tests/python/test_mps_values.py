@@ -85,6 +85,20 @@ def test_rows_that_see_nothing():
     assert not found["out"][1, :, 4].any() and (found["lse"][1, :, 4] == -math.inf).all()
 
 
+def test_gradients_of_rows_of_nothing_but_the_lowest_number():
+    mask = torch.zeros(37, 53)
+    mask[::3] = torch.finfo(torch.float32).min
+    copies = [x.double().requires_grad_() for x in draw()]
+    leaves = [fake_mps.tensor(x.detach().float()).requires_grad_() for x in copies]
+    out = attention(*leaves, fake_mps.tensor(mask), enable_gqa=True)
+    true, _ = formula(*copies, mask.double(), enable_gqa=True)
+    dout = rand(*out.shape)
+    out.backward(fake_mps.tensor(dout))
+    true.backward(dout.double())
+    for leaf, copy in zip(leaves, copies):
+        torch.testing.assert_close(leaf.grad.cpu().double(), copy.grad, rtol=1e-5, atol=1e-5)
+
+
 def test_head_sizes():
     for D, E in ((24, 40), (80, 8), (128, 128)):
         on_trial(draw(D=D, E=E), {"enable_gqa": True}, f"{D} and {E}")
