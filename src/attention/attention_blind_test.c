@@ -1,11 +1,8 @@
 /* What sees nothing, what is seen by nobody, and sinks that take everything: what stands there must
  * not spread. Each function runs on ref and on every instruction set that this CPU has, or, with
  * --backend NAME, on that backend. */
-#include "attention/attention_running.h"
+#include "attention/attention_checks.h"
 #include "core/philox.h"
-
-static orchard_ctx *tested;
-static bool on_device; /* which has no double precision */
 
 /* ---- Rows that see nothing ------------------------------------------------------------------- */
 
@@ -634,10 +631,7 @@ static void huge_sinks(void)
     problem_free(&p);
 }
 
-static const struct {
-    const char *name;
-    void (*run)(void);
-} checks[] = {
+static const named_check checks[] = {
     {"blind_rows", blind_rows_take_part_in_nothing},
     {"larger_softmax", blind_rows_of_a_larger_softmax},
     {"given_as_blind", rows_given_as_blind},
@@ -654,33 +648,7 @@ static const struct {
     {"huge_sinks", huge_sinks},
 };
 
-static void check_all(const char *backend, const char *cpu, const char *only)
-{
-    tested = context_make(backend, cpu, 2);
-    for (size_t n = 0; n < sizeof checks / sizeof *checks; n++) {
-        if (!only || strcmp(only, checks[n].name) == 0) {
-            checks[n].run();
-        }
-    }
-    orchard_ctx_free(tested);
-}
-
 int main(int argc, char **argv)
 {
-    const char *backend = argc >= 3 && strcmp(argv[1], "--backend") == 0 ? argv[2] : NULL;
-    const char *only = argc == 5 && strcmp(argv[3], "--only") == 0 ? argv[4] : NULL;
-    if (argc > 1 && (!backend || (argc > 3 && !only))) {
-        fprintf(stderr, "usage: attention_blind_test [--backend NAME [--only CHECK]]\n");
-        return 2;
-    }
-    if (backend) {
-        on_device = strcmp(backend, "opencl") == 0 || strcmp(backend, "metal") == 0;
-        check_all(backend, NULL, only);
-        return check_passed + check_failed == 0 ? 2 : check_report("attention_blind");
-    }
-    check_all("ref", NULL, NULL);
-    for (int i = 0; orchard_cpu_name(i); i++) {
-        check_all("cpu", orchard_cpu_name(i), NULL);
-    }
-    return check_report("attention_blind");
+    return checks_main(argc, argv, "attention_blind", true, checks, sizeof checks / sizeof *checks);
 }

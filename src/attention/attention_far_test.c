@@ -5,10 +5,9 @@
  * with --backend NAME, on that backend. */
 #include <float.h>
 
-#include "attention/attention_running.h"
+#include "attention/attention_checks.h"
 
-static orchard_ctx *tested, *reference;
-static bool on_device; /* which has no double precision */
+static orchard_ctx *reference;
 
 /* ---- finfo.min ------------------------------------------------------------------------------- */
 
@@ -289,10 +288,7 @@ static void zero_queries_of_a_huge_scale(void)
     problem_free(&p);
 }
 
-static const struct {
-    const char *name;
-    void (*run)(void);
-} checks[] = {
+static const named_check checks[] = {
     {"lowest_bias", rows_of_the_lowest_bias},
     {"one_far_key", one_far_key},
     {"far_bias", rows_far_from_zero},
@@ -302,33 +298,11 @@ static const struct {
     {"zero_queries", zero_queries_of_a_huge_scale},
 };
 
-static void check_all(const char *backend, const char *cpu, const char *only)
-{
-    tested = context_make(backend, cpu, 2);
-    for (size_t n = 0; n < sizeof checks / sizeof *checks; n++) {
-        if (!only || strcmp(only, checks[n].name) == 0) {
-            checks[n].run();
-        }
-    }
-    orchard_ctx_free(tested);
-}
-
 int main(int argc, char **argv)
 {
-    const char *backend = argc >= 3 && strcmp(argv[1], "--backend") == 0 ? argv[2] : NULL;
-    const char *only = argc == 5 && strcmp(argv[3], "--only") == 0 ? argv[4] : NULL;
-    if (argc > 1 && (!backend || (argc > 3 && !only))) {
-        fprintf(stderr, "usage: attention_far_test [--backend NAME [--only CHECK]]\n");
-        return 2;
-    }
     reference = context_make("ref", NULL, 1);
-    if (backend) {
-        on_device = strcmp(backend, "opencl") == 0 || strcmp(backend, "metal") == 0;
-        check_all(backend, NULL, only);
-    }
-    for (int i = 0; !backend && (i == 0 || orchard_cpu_name(i - 1)); i++) {
-        check_all(i ? "cpu" : "ref", i ? orchard_cpu_name(i - 1) : NULL, NULL);
-    }
+    const int status =
+        checks_main(argc, argv, "attention_far", true, checks, sizeof checks / sizeof *checks);
     orchard_ctx_free(reference);
-    return check_passed + check_failed == 0 ? 2 : check_report("attention_far");
+    return status;
 }

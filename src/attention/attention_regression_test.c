@@ -1,10 +1,7 @@
 /* Failures that users of other attention libraries reported, one function each, named after what
  * went wrong there. Each runs on every instruction set that this CPU has, or, with --backend NAME,
  * on that backend: on a device without what is fp64. */
-#include "attention/attention_running.h"
-
-static orchard_ctx *tested;
-static bool on_device; /* which has no double precision */
+#include "attention/attention_checks.h"
 
 /* ---- Layout and shape ------------------------------------------------------------------------ */
 
@@ -395,38 +392,17 @@ static void parts_of_a_larger_softmax(void)
     problem_free(&sum);
 }
 
-static void check_all(const char *backend, const char *cpu)
-{
-    tested = context_make(backend, cpu, 2);
-    permuted_strides();
-    key_length_not_a_multiple_of_32();
-    head_sizes_differ();
-    batch_size_changes();
-    only_one_gradient();
-    lse_not_wanted();
-    fully_masked_rows();
-    unseen_nan_stays_unseen();
-    nan_hidden_from_one_group();
-    seen_nan_spreads();
-    dropout_of_next_to_nothing();
-    parts_of_a_larger_softmax();
-    orchard_ctx_free(tested);
-}
+static const named_check checks[] = {
+    {"permuted_strides", permuted_strides},       {"key_length", key_length_not_a_multiple_of_32},
+    {"head_sizes_differ", head_sizes_differ},     {"batch_size_changes", batch_size_changes},
+    {"only_one_gradient", only_one_gradient},     {"lse_not_wanted", lse_not_wanted},
+    {"fully_masked_rows", fully_masked_rows},     {"unseen_nan", unseen_nan_stays_unseen},
+    {"one_group", nan_hidden_from_one_group},     {"seen_nan_spreads", seen_nan_spreads},
+    {"tiny_dropout", dropout_of_next_to_nothing}, {"parts", parts_of_a_larger_softmax},
+};
 
 int main(int argc, char **argv)
 {
-    const char *backend = argc == 3 && strcmp(argv[1], "--backend") == 0 ? argv[2] : NULL;
-    if (argc > 1 && !backend) {
-        fprintf(stderr, "usage: attention_regression_test [--backend NAME]\n");
-        return 2;
-    }
-    if (backend && strcmp(backend, "cpu") != 0) {
-        on_device = strcmp(backend, "opencl") == 0 || strcmp(backend, "metal") == 0;
-        check_all(backend, NULL);
-        return check_report("attention_regression");
-    }
-    for (int i = 0; orchard_cpu_name(i); i++) {
-        check_all("cpu", orchard_cpu_name(i));
-    }
-    return check_report("attention_regression");
+    return checks_main(argc, argv, "attention_regression", false, checks,
+                       sizeof checks / sizeof *checks);
 }
