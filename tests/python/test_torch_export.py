@@ -6,8 +6,11 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.func import jacfwd, jvp, vmap
 
-from orchard.torch import ops
+import orchard
+from orchard.torch import operands, ops
 from orchard.torch import scaled_dot_product_attention as attention
 
 B, H, T, D = 2, 4, 6, 8
@@ -139,3 +142,25 @@ def test_traced_modules_are_saved_and_trained(options):
         loaded = torch.jit.load(file)
         found = torch.autograd.grad(loaded(x).square().sum(), list(loaded.parameters()))
         torch.testing.assert_close(found, expected)
+
+
+def test_forward_mode_is_refused_and_not_lost():
+    """torch gave a tangent of zero, or none."""
+    x, dx = torch.randn(2, 2, B, H, T, D, dtype=torch.float64)
+
+    class Attention(nn.Module):
+        def forward(self, y):
+            return attention(y, y, y)
+
+    program = torch.export.export(Attention(), (x[0],)).module()
+    op = lambda y: ops.exported(y, y, y, *operands.without_options(None, False))[0]  # noqa: E731
+    for call in (program, op):
+        for refused in (lambda: jvp(call, (x[0],), (dx[0],)), lambda: jacfwd(call)(x[0]),
+                        lambda: jvp(vmap(op), (x,), (dx,)),
+                        lambda: vmap(lambda y, d: jvp(op, (y,), (d,))[1])(x, dx)):
+            with pytest.raises(orchard.UnsupportedError, match="do not pass through"):
+                refused()
+        with forward_ad.dual_level():
+            assert torch.equal(call(x[0]), attention(x[0], x[0], x[0]))
+            with pytest.raises(orchard.UnsupportedError, match="do not pass through"):
+                call(forward_ad.make_dual(x[0], dx[0]))

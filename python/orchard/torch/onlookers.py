@@ -7,7 +7,7 @@ cache miss.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -38,10 +38,23 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def dual(*values: Any) -> bool:
+    """Whether one of them is a tensor with a forward-mode derivative."""
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
+               for x in values)
+
+
+def innermost_is_jvp() -> bool:
+    """Whether the transform of torch.func that sees a call first is jvp; below autograd `dual` does
+    not see what that one hides."""
+    if not functorch_active():
+        return False
+    return str(torch._C._functorch.peek_interpreter_stack().key()).endswith("Jvp")
+
+
 def tangents(*tensors: Optional[torch.Tensor]) -> bool:
     """Whether one of them has a forward-mode derivative, or torch.func may hide one."""
-    return functorch_active() or any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    return functorch_active() or dual(*tensors)
 
 
 def any_onlooker() -> bool:

@@ -12,7 +12,7 @@ from typing import Callable, Tuple
 import torch
 
 from .._library import UnsupportedError
-from . import batching, cpu, mps_attention
+from . import batching, cpu, mps_attention, onlookers
 from .outputs import (Tensors2, Tensors5, check_devices, check_present, check_rank, new_gradients,
                       new_outputs)
 
@@ -73,6 +73,27 @@ cpu.register(library)
 library.impl("attention_forward", mps_attention.forward, "MPS")
 library.impl("attention_backward", mps_attention.backward, "MPS")
 library.impl("attention", forward, "CompositeExplicitAutograd")
+
+
+def refuse_tangents(to: torch.library.Library, op: torch._ops.OpOverload) -> None:
+    """Makes an op raise where torch would lose a forward-mode derivative without a word. Not for
+    the ops of eager calls: it costs some microseconds, and autograd.py knows what to do there."""
+    below = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)  # private, as the next
+    after = getattr(torch._C, "_after_ADInplaceOrView_keyset", None)
+    if below is None or after is None:
+        return
+
+    def kernel(keyset, *args):
+        if onlookers.forward_mode() and (onlookers.innermost_is_jvp() or onlookers.dual(*args)):
+            raise UnsupportedError(f"attention: forward-mode derivatives do not pass through {op}; "
+                                   "call orchard.torch.scaled_dot_product_attention")
+        with below():
+            return op.redispatch(keyset & after, *args)
+
+    to.impl(op._schema.name.split("::")[1], kernel, "ADInplaceOrView", with_keyset=True)
+
+
+refuse_tangents(library, exported)
 
 
 # ---- Fakes: shapes and strides without memory ----------------------------------------------------
