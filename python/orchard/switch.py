@@ -57,12 +57,12 @@ _mode_at = getattr(torch._C, "_get_function_stack_at", None)
 # ---- What can be served --------------------------------------------------------------------------
 
 def _transforms_refused() -> bool:
-    """Whether torch.func is at work with more than grad and vmap, which Orchard follows."""
+    """Whether torch.func is at work with more than grad, vmap and jvp, which Orchard follows."""
     try:
         kinds = [str(one.key()) for one in torch._C._functorch.get_interpreter_stack()]
     except AttributeError:
         return True
-    return any(not kind.endswith(("Grad", "Vmap")) for kind in kinds)
+    return any(not kind.endswith(("Grad", "Vmap", "Jvp")) for kind in kinds)
 
 
 def _why_not_now() -> Optional[str]:
@@ -72,9 +72,7 @@ def _why_not_now() -> Optional[str]:
     if _onlookers.exporting() and (compiling or _onlookers.dispatch_modes()):
         return "torch.export, whose programs must run anywhere"
     if not compiling and _onlookers.functorch_active() and _transforms_refused():
-        return "torch.func transforms other than grad and vmap"
-    if _onlookers.forward_mode():
-        return "forward-mode differentiation"
+        return "torch.func transforms other than grad, vmap and jvp"
     if compiling:
         return None
     if torch.jit.is_tracing():

@@ -169,6 +169,7 @@ for _name in BACKWARDS:
     library.define(f"{_name}(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor dropout_mask, "
                    "float scale, float dropout_p, bool causal) -> (Tensor, Tensor, Tensor)")
     library.impl(_name, flash_attn_bwd, "CompositeExplicitAutograd")
+    ops.refuse_tangents(library, getattr(torch.ops.flash_attn_mps, _name).default)
 
     @torch.library.register_fake(f"flash_attn_mps::{_name}", lib=library)
     def _fake(grad_out, q, k, v, dropout_mask, scale, dropout_p, causal):

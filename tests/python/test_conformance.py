@@ -164,7 +164,6 @@ def orchard_judged():
 def test_orchard_passes(orchard_judged):
     not_passing = {name: (v.outcome, v.detail) for name, v in orchard_judged.items()
                    if v.outcome != "passes"}
-    assert not_passing.pop("forward mode")[0] == "raises"
     assert not not_passing
 
 

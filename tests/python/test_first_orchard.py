@@ -176,12 +176,42 @@ def test_second_order_of_many_gradients_at_once(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_forward_mode_over_backward_raises(way):
-    q, k, v = qkv(1, 2, 4, 3)
-    out = WAYS[way](q, k, v, 0.5, 0.0, True)[0]
-    dout = torch.ones_like(out)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.autograd.grad(out, q, forward_ad.make_dual(dout, dout))
+def test_forward_mode_raises_and_is_not_lost_over_backward(way):
+    """These Functions have no jvp, which a compiler would refuse; torch says so."""
+    q, k, v = qkv(1, 2, 4, 3, dtype=torch.float64)
+    dout, ddout = (random(1, 2, 4, 3, seed=n, dtype=torch.float64) for n in (7, 8))
+    results = []
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(dout, ddout)
+        for out in (WAYS[way](q, k, v, 0.5, 0.0, True)[0], formula(q, k, v, 0.5, True)):
+            results.append([forward_ad.unpack_dual(x).tangent
+                            for x in torch.autograd.grad(out, (q, k, v), dual)])
+        with pytest.raises(NotImplementedError, match="forward mode AD"):
+            WAYS[way](forward_ad.make_dual(q, ddout), k, v, 0.5, 0.0, True)
+    for found, right in zip(*results):
+        close(found, right, torch.float64)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.jvp(lambda x: WAYS[way](x, k, v, 0.5, 0.0, True)[0], (q,), (ddout,))
+
+
+def test_forward_mode_of_backward_by_hand():
+    """True tangents from the function; the dispatcher's ops would lose them, and say so."""
+    q, k, v = (x.detach() for x in qkv(1, 2, 4, 3, dtype=torch.float64))
+    dout, *moves = (random(1, 2, 4, 3, seed=n, dtype=torch.float64) for n in (6, 7, 8, 9, 10))
+    rest = (orchard_ops.flash_attn_fwd(q, k, v, 0.5, 0.0, True)[1], 0.5, 0.0, True)
+
+    def tangents(function):
+        return torch.func.jvp(function, (dout, q, k, v), tuple(moves))[1]
+
+    exact = tangents(lambda d, *x: torch.func.vjp(lambda *y: formula(*y, 0.5, True), *x)[1](d))
+    for found, right in zip(tangents(lambda *x: orchard_ops.flash_attn_bwd(*x, *rest)), exact):
+        close(found, right, torch.float64)
+    sentence = "do not pass through flash_attn_mps"
+    for op in (OPS._flash_attn_bwd, OPS._flash_attn_bwd_dropout):
+        with pytest.raises(orchard.UnsupportedError, match=sentence):
+            tangents(lambda *x: op(*x, *rest))
+        with forward_ad.dual_level(), pytest.raises(orchard.UnsupportedError, match=sentence):
+            op(forward_ad.make_dual(dout, q), q, k, v, *rest)
 
 
 def test_only_the_wanted_gradients():

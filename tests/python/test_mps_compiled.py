@@ -14,6 +14,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import fake_mps
 import orchard
@@ -179,6 +180,24 @@ def test_transforms(launcher, dtype):  # noqa: F811
     same(over_samples(*map(fake_mps.tensor, inputs)), over_samples(*inputs))
     lines = [("mps", None)] if dtype == torch.float32 else [("mps", F64), ("pytorch", None)]
     assert who(launcher) == who(launcher, "attention_backward") == lines
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_forward_mode(launcher, dtype):  # noqa: F811
+    """The tangents are PyTorch's operations on the same device, with the dropout of the kernel. Not
+    by torch.func, whose wrappers lose the fake tensors' device."""
+    inputs = tuple(draw(G=4, T=9, S=14, dtype=dtype).values())
+
+    def tangents(place):
+        torch.manual_seed(4)
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(place(x), place(x + 1)) for x in inputs]
+            made = attention(*duals, dropout_p=0.3, softcap=2.0, return_lse=True)
+            return [forward_ad.unpack_dual(x).tangent for x in made]
+
+    same(tangents(fake_mps.tensor), tangents(lambda x: x))
+    assert who(launcher) == ([("mps", None)] if dtype == torch.float32 else
+                             [("mps", F64), ("pytorch", None)])
 
 
 def test_the_ops_themselves(launcher, monkeypatch):  # noqa: F811

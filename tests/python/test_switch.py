@@ -449,22 +449,32 @@ def test_torch_func():
         assert switch.counts(reset=True) == {switch.SERVED: 2}
         close(derivative, tangent())
         assert list(switch.counts()) == ["sdpa_kernel without FLASH_ATTENTION"]
-        try:  # what torch does without MATH, which need not be a success
-            close(derivative, torch.func.jvp(lambda x: loss(x, k, v), (q,), (torch.ones_like(q),)))
-        except (RuntimeError, NotImplementedError) as why:
-            assert "Orchard" not in str(why)
-        assert "torch.func transforms other than grad and vmap" in switch.counts()
+        # What torch's flash kernel refuses (2.13).
+        close(derivative, torch.func.jvp(lambda x: loss(x, k, v), (q,), (torch.ones_like(q),)))
+        assert switch.counts(reset=True) == {
+            "sdpa_kernel without FLASH_ATTENTION": 1, switch.SERVED: 1}
+        torch.func.functionalize(loss)(q, k, v)
+        assert list(switch.counts()) == ["torch.func transforms other than grad, vmap and jvp"]
 
 
-def test_forward_mode_passes():
+def test_forward_mode():
+    """As torch's explicit path does it; its flash kernel refuses (2.13)."""
     q, k, v = (t.detach() for t in qkv(1, 2, 5, 4))
-    with switch.enable(), torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
-        try:
-            F.scaled_dot_product_attention(dual, k, v)
-        except (RuntimeError, NotImplementedError):
-            pass  # torch's flash kernel has no forward mode either
-    assert switch.counts() == {"forward-mode differentiation": 1}
+    bias = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(1))
+    forward_ad = torch.autograd.forward_ad
+
+    def tangents():
+        with forward_ad.dual_level():
+            dual, moving = (forward_ad.make_dual(x, x.cos()) for x in (q, bias))
+            made = (F.scaled_dot_product_attention(dual, k, v, is_causal=True),
+                    F.scaled_dot_product_attention(dual, dual, v, moving))
+            return [forward_ad.unpack_dual(x).tangent for x in made]
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = tangents()
+    with switch.enable():
+        close(expected, tangents())
+    assert switch.counts() == {switch.SERVED: 2}
 
 
 # ---- metalcore's names ---------------------------------------------------------------------------

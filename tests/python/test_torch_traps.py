@@ -40,56 +40,23 @@ def test_func_grad_and_vjp():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("recording", [True, False])
-def test_forward_mode_raises_and_never_gives_zero(recording):
-    q, k, v = (x.detach() for x in leaves())
-    with torch.set_grad_enabled(recording):
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            torch.func.jvp(attention, (q, k, v), (q, k, v))
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            with forward_ad.dual_level():
-                attention(forward_ad.make_dual(q, q), k, v)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("before", [False, True])
-def test_forward_mode_raises_in_compiled_code(backend, before):
-    """There it was lost without a word: also where the code was compiled before."""
-    q, k, v = (x.detach() for x in leaves())
-    torch._dynamo.reset()
-    function = torch.compile(attention, backend=backend)
-    if before:
-        torch.testing.assert_close(function(q, k, v), plain(q, k, v))
-    with forward_ad.dual_level():
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            function(forward_ad.make_dual(q, q), k, v)
-    torch._dynamo.reset()
-    with forward_ad.dual_level():
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            torch.compile(attention, backend=backend, fullgraph=True)(
-                forward_ad.make_dual(q, q), k, v)
-    torch._dynamo.reset()
-    with orchard.enable(), forward_ad.dual_level():  # passed on, and refused by torch
-        with pytest.raises(NotImplementedError, match="forward AD"):
-            torch.compile(lambda *x: F.scaled_dot_product_attention(*x), backend=backend)(
-                forward_ad.make_dual(q, q), k, v)
-
-
-@pytest.mark.parametrize("options", [{}, {"window": (2, 2)}])
-def test_forward_mode_over_backward_raises(options):
-    """It gave a tangent of zero."""
+@pytest.mark.parametrize("options", [{}, {"window": (9, 9)}])
+def test_forward_mode_over_backward_is_not_lost(options):
+    """It gave a tangent of zero. More of forward mode: test_torch_forward_mode.py."""
     q, k, v = leaves()
-    out = attention(q, k, v, **options)
-    dout = torch.ones_like(out)
+    dout, ddout = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(2))
+    results = []
+    for out in (attention(q, k, v, **options), plain(q, k, v)):
+        def back(d):
+            return torch.autograd.grad(out, (q, k, v), d, retain_graph=True)
 
-    def back(d):
-        return torch.autograd.grad(out, q, d, retain_graph=True)[0]
-
-    with pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(back, (dout,), (dout,))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        back(forward_ad.make_dual(dout, dout))
-    assert back(dout).abs().max() > 0
+        found = [*torch.func.jvp(back, (dout,), (ddout,))[1]]
+        with forward_ad.dual_level():
+            duals = back(forward_ad.make_dual(dout, ddout))
+            results.append(found + [forward_ad.unpack_dual(x).tangent for x in duals])
+    for a, b in zip(*results):
+        assert b.abs().max() > 0
+        torch.testing.assert_close(a, b)
 
 
 def test_another_threads_forward_mode_changes_nothing():
@@ -203,12 +170,13 @@ def test_another_threads_compiler_changes_nothing():
         return torch.autograd.grad(first.square().sum(), q)[0]
 
     def answers():
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-            attention(forward_ad.make_dual(q.detach(), many[0]), k.detach(), v.detach())
+        with forward_ad.dual_level():
+            dual = attention(forward_ad.make_dual(q.detach(), many[0]), k.detach(), v.detach())
+            tangent = forward_ad.unpack_dual(dual).tangent
         with orchard.enable():
             switched = torch.func.vmap(lambda x: F.scaled_dot_product_attention(x, k, v))(many)
             assert orchard.counts(reset=True) == {"served by Orchard": 1}
-        return (batched(), torch.func.grad(lambda x: attention(x, k, v).square().sum())(q),
+        return (tangent, batched(), torch.func.grad(lambda x: attention(x, k, v).square().sum())(q),
                 torch.func.vmap(lambda x: attention(x, k, v))(many), switched)
 
     inside, go = threading.Event(), threading.Event()

@@ -1,11 +1,12 @@
-"""The ops of ops.py inside autograd Functions: first and second order.
+"""The ops of ops.py inside autograd Functions: first and second order, and forward mode.
 
 Four classes, because torch wants it so:
   AttentionPlain     without options, by the ops made for that: for eager calls, fastest;
   AttentionFast      keeps what backward needs in `forward`: fast, compiles everywhere;
-  Attention          the same with a separate `setup_context`, which torch.func's transforms demand;
+  Attention          the same with a separate `setup_context`, which torch.func's transforms demand,
+                     and with a forward-mode derivative, by the explicit formula (second.py);
   AttentionBackward  makes backward itself differentiable (create_graph=True): its own backward
-                     recomputes the explicit formula (second.py).
+                     recomputes the explicit formula.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
+from torch.autograd import forward_ad
 
 from .._library import OrchardError, UnsupportedError
 from . import batching, cpu, onlookers, operands, ops, outputs, second
 from .onlookers import any_onlooker, compiling
 from .operands import TENSORS
 
-NO_FORWARD_MODE = ("attention has no forward-mode derivative (torch.func.jvp, forward AD); "
-                   "use reverse mode: torch.func.vjp or backward()")
+NOT_COMPILED = ("attention: torch.func's transforms and forward-mode derivatives cannot be "
+                "compiled; apply them outside torch.compile")
 
 # Function.apply itself uses this; private, so it may be absent.
 _unwrap_if_dead = getattr(torch._C._functorch, "unwrap_if_dead", None)
@@ -47,11 +49,12 @@ def gradients(needs: int, dout, dlse, out, lse, tensors, options):
     """dq ... dsinks, None where not needed; differentiable if gradients are being recorded."""
     if not needs or (dout is None and dlse is None):
         return (None,) * 5
-    if onlookers.forward_mode() and onlookers.tangents(dout, dlse, out, lse, *tensors):
-        raise UnsupportedError(NO_FORWARD_MODE)
+    forward = onlookers.forward_mode() and onlookers.tangents(dout, dlse, out, lse, *tensors)
+    if forward and compiling():
+        raise UnsupportedError(NOT_COMPILED)
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    if torch.is_grad_enabled() and _grads_batched(dout, dlse):
+    if forward or (torch.is_grad_enabled() and _grads_batched(dout, dlse)):
         q, k, v, bias, _, _, sinks = tensors[:7]
         with torch.autocast(q.device.type, enabled=False):
             made = second.gradients(tensors, options, dout, dlse, q, k, v, bias, sinks)
@@ -159,6 +162,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*output, *inputs[:TENSORS])
+        ctx.save_for_forward(*inputs[:TENSORS])
         ctx.options = inputs[TENSORS:]
         ctx.set_materialize_grads(False)
 
@@ -172,8 +176,16 @@ class Attention(torch.autograd.Function):
                 *[None] * (TENSORS - 7 + len(ctx.options)))
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        raise UnsupportedError(NO_FORWARD_MODE)
+    def jvp(ctx, dq, dk, dv, dbias, _dmask, dalibi, dsinks, *_):
+        if dalibi is not None:
+            raise UnsupportedError("attention: alibi_slopes has a forward-mode derivative, which "
+                                   "Orchard does not follow; detach it")
+        # torch turns forward mode off here, also for transforms around this one (jvp of jvp). So it
+        # is turned on, and the operands are rid of the tangents that are this one's.
+        with forward_ad._set_fwd_grad_enabled(True):
+            tensors = [x if x is None or not x.is_floating_point()
+                       else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
+            return second.tangents(tensors, ctx.options, dq, dk, dv, dbias, dsinks)
 
     vmap = staticmethod(batching.forward)
 

@@ -216,8 +216,7 @@ def _transformed() -> bool:
     for, so it refuses; without fullgraph, torch.compile then runs the call uncompiled."""
     found = onlookers.functorch_active() or onlookers.forward_mode()
     if found and onlookers.compiling():
-        raise UnsupportedError("attention: torch.func's transforms and forward-mode derivatives "
-                               "cannot be compiled; apply them outside torch.compile")
+        raise UnsupportedError(autograd.NOT_COMPILED)
     return found
 
 
@@ -382,8 +381,9 @@ def scaled_dot_product_attention(
     return_lse               also return the logarithm of the softmax's denominator, [...,H,T] fp32
                              (fp64 for fp64), which carries gradients too.
 
-    Dropout takes one number from torch's generator per call. Gradients of gradients are computed by
-    an explicit formula that needs memory for [B,H,T,S]. Errors are exceptions of `orchard`.
+    Dropout takes one number from torch's generator per call. Gradients of gradients and tangents of
+    forward mode are computed by an explicit formula that needs memory for [B,H,T,S]. Errors are
+    exceptions of `orchard`.
     """
     try:
         if (attn_mask is bias is window is softcap is alibi_slopes is sinks is key_lengths is

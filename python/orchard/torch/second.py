@@ -1,9 +1,9 @@
-"""The explicit formula of attention and of its gradients, in differentiable torch operations.
+"""The explicit formula of attention and of its derivatives, in differentiable torch operations.
 
-Two come here: `create_graph=True` followed by a second backward, and calls on mps that Orchard's
-kernels refuse and PyTorch's own attention has no word for. Unlike the fused kernels this takes
-memory for several [B,H,T,S] matrices. The formula is that of src/attention/README.md; sums are in
-fp32 (fp64 for fp64), as in the kernels. Packed sequences are padded first.
+Three come here: `create_graph=True` followed by a second backward; forward mode; and calls on mps
+that Orchard's kernels refuse and PyTorch's own attention has no word for. Unlike the fused kernels
+this takes memory for several [B,H,T,S] matrices. The formula is that of src/attention/README.md;
+sums are in fp32 (fp64 for fp64), as in the kernels. Packed sequences are padded first.
 """
 
 from __future__ import annotations
@@ -63,26 +63,56 @@ def keep(seed: torch.Tensor, dropout: float, batch: int, heads: int, length_t: i
     return words >= int(dropout * 2.0 ** 32 + 0.5)
 
 
+class Keep(torch.autograd.Function):
+    """`keep` under vmap, where each sample may have a seed: what the kernels drew for it. `joined`
+    says whether the samples were one batch there, with the first one's seed (batching.py)."""
+
+    @staticmethod
+    def forward(seed, dropout, batch, heads, length_t, length_s, joined):
+        return keep(seed, dropout, batch, heads, length_t, length_s)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, seed, dropout, batch, heads, length_t, length_s, joined):
+        count, rest = info.batch_size, (heads, length_t, length_s, joined)
+        seeds = seed.movedim(in_dims[0], 0)
+        if not count:
+            return Keep.apply(seeds.sum(0), dropout, batch, *rest)[None][:0], 0
+        if joined:
+            made = Keep.apply(seeds[0], dropout, count * batch, *rest)
+            return made.unflatten(0, (count, batch)), 0
+        return torch.stack([Keep.apply(one, dropout, batch, *rest) for one in seeds.unbind()]), 0
+
+
 # ---- What each query sees ------------------------------------------------------------------------
 
 class Packing:
-    """Rows of packed sequences [total,...] to a padded batch [n,longest,...] and back."""
+    """Rows of packed sequences [total,...] to a padded batch [n,longest,...] and back. No size
+    depends on the numbers: vmap may give each sample its own."""
 
-    def __init__(self, cu_seqlens: torch.Tensor, longest: int) -> None:
+    def __init__(self, cu_seqlens: torch.Tensor, longest: int, total: int) -> None:
         self.lengths = cu_seqlens.diff()
         place = torch.arange(longest, device=cu_seqlens.device)
         self.valid = place < self.lengths[:, None]
         self.rows = torch.where(self.valid, cu_seqlens[:-1, None] + place, 0)
+        row = torch.arange(total, device=cu_seqlens.device)
+        self.sequence = (row[:, None] >= cu_seqlens[1:]).sum(-1)
+        self.place = row - cu_seqlens[self.sequence]
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """[total,H,...] to [n,H,longest,...], 0 where a sequence has ended."""
+        if not packed.shape[0]:  # whose row 0 stands in for the missing
+            packed = packed.new_zeros(1, *packed.shape[1:])
         padded = packed[self.rows].transpose(1, 2)
         valid = self.valid[:, None, :]
         return torch.where(valid.view(*valid.shape, *[1] * (padded.dim() - 3)), padded, 0)
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """The way back."""
-        return padded.transpose(1, 2)[self.valid]
+        return padded.transpose(1, 2)[self.sequence, self.place]
 
 
 def hide(seen: torch.Tensor, *tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -141,7 +171,8 @@ def _scene(q, k, tensors, lengths_t, lengths_s, options, dtype) -> Scene:
     if alibi is not None:
         penalty = alibi.to(dtype).view(-1, heads, 1, 1) * (at - keys).abs()
     if options.dropout > 0:
-        kept = keep(seed, options.dropout, batch, heads, length_t, length_s)
+        joined = tensors[6] is None and tensors[8] is None  # no sinks, not packed
+        kept = Keep.apply(seed, options.dropout, batch, heads, length_t, length_s, joined)
         gain = 1 / (1 - options.dropout) if options.dropout < 1 else 0.0
         factor = kept.to(device).to(dtype) * gain
     scale = size ** -0.5 if options.scale is None else options.scale
@@ -164,26 +195,45 @@ class Laid(NamedTuple):
 
     def repeated(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """k and v with as many heads as q."""
-        repeat = self.q.shape[1] // self.k.shape[1]
-        return self.k.repeat_interleave(repeat, 1), self.v.repeat_interleave(repeat, 1)
+        return self.repeat(self.k), self.repeat(self.v)
+
+    def repeat(self, x: torch.Tensor) -> torch.Tensor:
+        """[B,G,...] as [B,H,...]."""
+        return x.repeat_interleave(self.group(), 1)
+
+    def group(self) -> int:
+        """How many heads of q share one of k."""
+        return self.q.shape[1] // max(self.k.shape[1], 1)  # there may be none of either
+
+    def shown(self) -> torch.Tensor:
+        """bool, broadcasts to [B,H,T,S]: the pairs that count."""
+        return not_left_out(self.scene.seen, self.bias)
 
 
 def _sums(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def _wide(x: Maybe, dtype: torch.dtype, packing: Optional[Packing] = None) -> Maybe:
+    """In the precision of sums, padded."""
+    if x is None:
+        return None
+    x = x.to(dtype)
+    return x if packing is None else packing.pad(x)
+
+
 def _lay(tensors, options: Options, q, k, v, bias, sinks) -> Laid:
     dtype = _sums(q)
-    q, k, v, bias, sinks = (None if x is None else x.to(dtype) for x in (q, k, v, bias, sinks))
     packing_t = packing_s = lengths_t = lengths_s = None
     if tensors[8] is not None:
-        packing_t = Packing(tensors[8], options.max_t)
-        packing_s = Packing(tensors[9], options.max_s)
+        packing_t = Packing(tensors[8], options.max_t, q.shape[0])
+        packing_s = Packing(tensors[9], options.max_s, k.shape[0])
         lengths_t, lengths_s = packing_t.lengths, packing_s.lengths
-        q, k, v = packing_t.pad(q), packing_s.pad(k), packing_s.pad(v)
+    q, k, v = (_wide(x, dtype, p) for x, p in ((q, packing_t), (k, packing_s), (v, packing_s)))
     scene = _scene(q, k, tensors, lengths_t, lengths_s, options, dtype)
-    k, v = hide(not_left_out(scene.seen, bias), k, v)
-    return Laid(scene, packing_t, packing_s, q, k, v, bias, sinks)
+    laid = Laid(scene, packing_t, packing_s, q, k, v, _wide(bias, dtype), _wide(sinks, dtype))
+    k, v = hide(laid.shown(), k, v)
+    return laid._replace(k=k, v=v)
 
 
 class Softmax(NamedTuple):
@@ -237,12 +287,50 @@ def forward(tensors: Sequence[Maybe], options: Sequence) -> Tuple[torch.Tensor, 
         return out.to(q.dtype), lse
 
 
+def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, dv: Maybe,
+             dbias: Maybe, dsinks: Maybe) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(dout, dlse): how out and lse change with q, k, v, bias and sinks, to first order; None: that
+    one does not change. Differentiable by PyTorch as `forward` is."""
+    q = tensors[0]
+    with torch.autocast(q.device.type, enabled=False):
+        laid = _lay(tensors, Options(*options), *tensors[:4], tensors[6])
+        scene, dtype, shown = laid.scene, laid.q.dtype, laid.shown()
+        k, v = laid.repeated()
+        weight, slope, sink, _ = _softmax(laid, k)
+        dq, dbias, dsinks = (_wide(x, dtype, packing) for x, packing in (
+            (dq, laid.packing_t), (dbias, None), (dsinks, None)))
+        dk, dv = (x if x is None else laid.repeat(hide(shown, _wide(x, dtype, laid.packing_s))[0])
+                  for x in (dk, dv))
+        # Not laid.q.new_zeros(()), to which nothing can be added where vmap has no samples.
+        dproduct = torch.zeros((), dtype=dtype, device=q.device)
+        if dq is not None:
+            dproduct = dproduct + dq @ k.mT
+        if dk is not None:
+            dproduct = dproduct + laid.q @ dk.mT
+        dscore = scene.scale * dproduct * slope
+        if dbias is not None:
+            dscore = dscore + dbias
+        dscore = torch.where(shown, dscore, 0.0)  # a hidden pair's may be NaN
+        dlse = (weight * dscore).sum(-1, keepdim=True)
+        if dsinks is not None:
+            dlse = dlse + sink * dsinks.view(-1, 1, 1)
+        dweight = weight * (dscore - dlse)
+        if scene.factor is not None:
+            weight, dweight = weight * scene.factor, dweight * scene.factor
+        dout, dlse = dweight @ v, dlse.squeeze(-1)
+        if dv is not None:
+            dout = dout + weight @ dv
+        if laid.packing_t is not None:
+            dout, dlse = laid.packing_t.pack(dout), laid.packing_t.pack(dlse)
+        return dout.to(q.dtype), dlse
+
+
 def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, dlse: Maybe,
               q, k, v, bias, sinks) -> Tuple[Maybe, ...]:
     """dq, dk, dv, dbias and dsinks in the layout and dtype of their inputs; q ... sinks are those
     among `tensors`, or what a transform has put in their places."""
     laid = _lay(tensors, Options(*options), q, k, v, bias, sinks)
-    scene, groups = laid.scene, laid.k.shape[1]
+    scene = laid.scene
     dout, dlse = (None if x is None else x.to(_sums(q)) for x in (dout, dlse))
     if laid.packing_t is not None:
         dout, dlse = (None if x is None else laid.packing_t.pad(x) for x in (dout, dlse))
@@ -257,7 +345,8 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     dscore = weight * (inner - delta)
     dproduct = scene.scale * dscore * slope
     dq, dk, dv = dproduct @ k_, dproduct.mT @ laid.q, kept.mT @ dout
-    dk, dv = (x.view(x.shape[0], groups, -1, *x.shape[2:]).sum(2) for x in (dk, dv))
+    dk, dv = (x.view(x.shape[0], laid.k.shape[1], laid.group(), *x.shape[2:]).sum(2)
+              for x in (dk, dv))
     if laid.packing_t is not None:
         dq, dk, dv = laid.packing_t.pack(dq), laid.packing_s.pack(dk), laid.packing_s.pack(dv)
     dbias = None if bias is None else dscore.sum_to_size(bias.shape).to(bias.dtype)
