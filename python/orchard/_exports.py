@@ -10,7 +10,7 @@ import ctypes
 from typing import Any, Optional, Sequence, Tuple
 
 from . import _structs
-from ._library import LayoutError, ShapeError
+from ._library import ArgumentError, LayoutError, ShapeError
 
 NAMES = {
     _structs.F64: "f64", _structs.F32: "f32", _structs.F16: "f16", _structs.BF16: "bf16",
@@ -36,6 +36,18 @@ def dense_strides(shape: Sequence[int]) -> Tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def check_storage(op: str, name: str, tensor: Any) -> None:
+    """Refuses a torch tensor whose storage was shrunk under it (FSDP does so to free memory): torch
+    does not notice, and its pointer leads to what is no longer there."""
+    if not tensor.numel():
+        return
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    there = tensor.untyped_storage().nbytes()
+    if needed > there:
+        raise ArgumentError(f"{op}: {name} needs {needed} bytes of its storage, which has {there}")
 
 
 class Export:

@@ -18,7 +18,7 @@ import sys
 from typing import Any, List, Optional, Sequence, Tuple
 
 from . import _buffers, _dlpack, _structs
-from ._exports import NAMES, SIZES, Export
+from ._exports import NAMES, SIZES, Export, check_storage
 from ._library import ArgumentError, LayoutError, OrchardError
 
 _TORCH_NAMES = {
@@ -56,7 +56,9 @@ def export(op: str, name: str, array: Any) -> Export:
         if sys.modules["torch"].autograd.forward_ad.unpack_dual(array).tangent is not None:
             raise ArgumentError(f"{op}: {name} has a forward-mode derivative, which orchard.{op} "
                                 "would lose")
-        return _dlpack.export(op, name, array)
+        found = _dlpack.export(op, name, array)
+        check_storage(op, name, array)
+        return found
     if _is_of("numpy.ma", "MaskedArray", array):
         raise ArgumentError(f"{op}: {name} is a masked array, and its mask would be lost: pass "
                             f"{name}.filled(...), and what attention must not see as mask=")

@@ -332,6 +332,15 @@ def test_torch_tensors_that_are_refused():
         orchard.attention_forward(q, q, q.to_sparse())
     with pytest.raises(orchard.LayoutError, match=r"q is a negated view.*q.resolve_neg\(\)"):
         orchard.attention_forward(torch._neg_view(q), q, q)
+    for name in ("k", "mask", "out", "lse"):
+        given = dict(q=q, k=q, v=q, mask=torch.ones(1, 1, 3, 3).bool(), out=q + 1, lse=q[..., 0] + 1)
+        cut = given[name] = given[name].clone()
+        needed = cut.untyped_storage().nbytes()
+        for there in (0, needed - 1):
+            cut.untyped_storage().resize_(there)
+            with pytest.raises(orchard.ArgumentError, match=f"{name} needs {needed} bytes of its "
+                                                            f"storage, which has {there}"):
+                orchard.attention_forward(**given)
 
 
 def test_torch_memory_is_shared_not_copied():

@@ -183,6 +183,83 @@ def test_a_head_of_key_or_value_is_repeated_no_times_for_none():
             call(Q, k, v)
 
 
+# ---- Storages that were shrunk under their tensors, as FSDP does ---------------------------------
+
+def operands(packed):
+    """Every tensor that the two ops take, in the order of backward's schema."""
+    B, H, T, S, D, E = 2, 4, 5, 7, 8, 6
+    size = (2 * T, H) if packed else (B, H, T)
+    keys = (2 * S, H) if packed else (B, H, S)
+    given = dict(dout=torch.randn(*size, E), dlse=torch.randn(size), out=None, lse=None,
+                 q=torch.randn(*size, D), k=torch.randn(*keys, D), v=torch.randn(*keys, E),
+                 bias=torch.randn(1, H, T, S), mask=torch.rand(1, 1, T, S) < 0.9,
+                 alibi=torch.rand(H), sinks=torch.randn(H), key_lengths=torch.tensor([S, S - 2]),
+                 cu_seqlens_q=None, cu_seqlens_k=None, seed=torch.tensor(3))
+    if packed:
+        given.update(key_lengths=None, cu_seqlens_q=torch.tensor([0, 3, 2 * T]),
+                     cu_seqlens_k=torch.tensor([0, S, 2 * S]), bias=None, mask=None)
+    return given
+
+
+def run(op, kernels, given, packed):
+    options = (7 * packed, 7 * packed, None, False, False, -1, -1, 0.0, 0.25)
+    forward, backward = kernels
+    if op == "attention_forward":
+        return forward(*list(given.values())[4:], *options)
+    return backward(31 if not packed else 23, *given.values(), *options)
+
+
+@pytest.mark.parametrize("kernels", [(ops.forward, ops.backward), ops.kernel_for("cpu")],
+                         ids=["c", "python"])
+@pytest.mark.parametrize("op", ["attention_forward", "attention_backward"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_operand_must_fit_into_its_storage(kernels, op, packed):
+    given = operands(packed)
+    given["out"], given["lse"] = run("attention_forward", kernels, given, packed)
+    run(op, kernels, given, packed)
+    first = 0 if op == "attention_backward" else 4
+    for name in [name for name, x in list(given.items())[first:] if x is not None]:
+        whole = given[name].numel() * given[name].element_size()
+        for there in (0, whole - 1):
+            cut = given[name].clone()
+            cut.untyped_storage().resize_(there)
+            with pytest.raises((orchard.ArgumentError, RuntimeError)) as caught:
+                run(op, kernels, dict(given, **{name: cut}), packed)
+            assert str(caught.value).split("\n")[0] == (
+                f"{op}: {name} needs {whole} bytes of its storage, which has {there}")
+
+
+def test_views_must_fit_into_their_storage():
+    """To the byte; and tensors of no element need none."""
+    base = torch.randn(2, 9, 4, 16)
+    view = base.transpose(1, 2)[:, 1:, 2:7, 3:11]
+    expected = attention(view, view, view)
+    storage = base.untyped_storage()
+    last = 4 * (1 + 3 * 1 + 16 * 3 + 64 * 6 + 576 + 7)
+    storage.resize_(last)
+    assert torch.equal(attention(view, view, view), expected)
+    storage.resize_(last - 1)
+    for options in ({}, {"dropout_p": 0.5}, {"return_lse": True}):
+        with pytest.raises(orchard.ArgumentError, match=f"q needs {last} bytes of its storage, "
+                                                        f"which has {last - 1}"):
+            attention(view, view, view, **options)
+    assert attention(*[torch.empty(0, 4, 5, 8)] * 3).numel() == 0
+    one = torch.randn(1, 1, 1, 8)
+    many = one.expand(2, 4, 5, 8)
+    torch.testing.assert_close(attention(many, many, many), many)
+
+
+def test_storages_shrunk_between_forward_and_backward():
+    for name in "qkv":
+        given = {n: torch.randn(1, 2, 3, 4, requires_grad=True) for n in "qkv"}
+        out = attention(*given.values())
+        given[name].untyped_storage().resize_(0)
+        with pytest.raises(orchard.ArgumentError,
+                           match=f"attention_backward: {name} needs 96 bytes of its storage, "
+                                 "which has 0"):
+            out.sum().backward()
+
+
 # ---- Out of memory -------------------------------------------------------------------------------
 
 NO_SPECIFIC = """

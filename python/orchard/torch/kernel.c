@@ -12,6 +12,7 @@
 #include <orchard/attention.h>
 
 #include <dlfcn.h>
+#include <inttypes.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -32,6 +33,8 @@ typedef struct tensor_object *handle;
     X(int32_t, aoti_torch_get_sizes, (handle, int64_t **))                                    \
     X(int32_t, aoti_torch_get_strides, (handle, int64_t **))                                  \
     X(int32_t, aoti_torch_get_dtype, (handle, int32_t *))                                     \
+    X(int32_t, aoti_torch_get_storage_size, (handle, int64_t *))                              \
+    X(int32_t, aoti_torch_get_storage_offset, (handle, int64_t *))                            \
     X(int32_t, aoti_torch_get_data_ptr, (handle, void **))                                    \
     X(int32_t, torch_get_const_data_ptr, (handle, const void **))                             \
     X(int32_t, aoti_torch_empty_strided,                                                      \
@@ -210,17 +213,37 @@ static void arrive(journey *j, orchard_status status)
     }
 }
 
+/* How many bytes of its storage a tensor reaches into. */
+static uint64_t extent(int64_t rank, const int64_t *sizes, const int64_t *strides, int64_t offset,
+                       orchard_dtype dtype)
+{
+    uint64_t elements = (uint64_t)offset + 1;
+    for (int64_t i = 0; i < rank; i++) {
+        if (!sizes[i]) {
+            return 0;
+        }
+        elements += (uint64_t)(sizes[i] - 1) * (uint64_t)strides[i];
+    }
+    return elements * call_orchard_dtype_size(dtype);
+}
+
+/* Leaves `to` empty where it fails. A storage may have been shrunk under its tensors (FSDP does so
+ * to free memory): torch does not notice, and its pointer leads to what is no longer there. */
 static void describe(journey *j, const char *name, handle tensor, bool output, orchard_tensor *to)
 {
-    int64_t rank = 0, *sizes, *strides;
+    int64_t rank = 0, offset = 0, there = 0, *sizes, *strides;
     int32_t dtype = -1;
+    orchard_dtype ours = ORCHARD_DTYPE_NONE;
     const void *input = NULL;
-    char sentence[128];
+    void *data = NULL;
+    char sentence[160];
     int32_t bad = call_aoti_torch_get_dim(tensor, &rank);
     bad = bad || call_aoti_torch_get_sizes(tensor, &sizes);
     bad = bad || call_aoti_torch_get_strides(tensor, &strides);
     bad = bad || call_aoti_torch_get_dtype(tensor, &dtype);
-    bad = bad || (output ? call_aoti_torch_get_data_ptr(tensor, &to->data)
+    bad = bad || call_aoti_torch_get_storage_offset(tensor, &offset);
+    bad = bad || call_aoti_torch_get_storage_size(tensor, &there);
+    bad = bad || (output ? call_aoti_torch_get_data_ptr(tensor, &data)
                          : call_torch_get_const_data_ptr(tensor, &input));
     if (bad) {
         snprintf(sentence, sizeof sentence, "%s: %s has no memory that can be read", j->op, name);
@@ -228,17 +251,28 @@ static void describe(journey *j, const char *name, handle tensor, bool output, o
         return;
     }
     for (int i = 0; i < DTYPES; i++) {
-        to->dtype = dtypes[i].torch == dtype ? dtypes[i].ours : to->dtype;
+        ours = dtypes[i].torch == dtype ? dtypes[i].ours : ours;
     }
-    if (to->dtype == ORCHARD_DTYPE_NONE) {
+    if (ours == ORCHARD_DTYPE_NONE) {
         snprintf(sentence, sizeof sentence, "%s: %s has a dtype that Orchard does not know", j->op,
                  name);
         fail(j, ORCHARD_ERROR_DTYPE, sentence);
         return;
     }
-    if (!output) {
+    const uint64_t needed = extent(rank, sizes, strides, offset, ours);
+    if (needed > (uint64_t)there) {
+        snprintf(sentence, sizeof sentence,
+                 "%s: %s needs %" PRIu64 " bytes of its storage, which has %" PRId64, j->op, name,
+                 needed, there);
+        fail(j, ORCHARD_ERROR_ARGUMENT, sentence);
+        return;
+    }
+    if (output) {
+        to->data = data;
+    } else {
         memcpy(&to->data, &input, sizeof input);
     }
+    to->dtype = ours;
     to->rank = (int32_t)rank;
     for (int64_t i = 0; i < rank && i < ORCHARD_MAX_RANK; i++) {
         to->size[i] = sizes[i];

@@ -32,6 +32,7 @@ from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Union
 import torch
 
 from .. import reports
+from .._exports import check_storage
 from .._library import ArgumentError, DtypeError, LayoutError, UnsupportedError
 from .._locks import ProcessLock
 from . import _launch
@@ -194,7 +195,11 @@ class Launcher:
                 raise LayoutError(f"{op}: {name} is not a plain strided tensor")
             if tensor.dtype not in DTYPES:
                 raise DtypeError(f"{op}: {name} is {tensor.dtype}, which Orchard does not know")
-            storage = -id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+            if tensor.is_meta:
+                storage = -id(tensor)
+            else:
+                check_storage(op, name, tensor)
+                storage = tensor.untyped_storage().data_ptr()
             place = storages.setdefault(storage, len(storages) + 1)
             offset = tensor.storage_offset()
             described.append((name, tensor, (place << _STORAGE_BITS)

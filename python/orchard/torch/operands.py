@@ -7,6 +7,7 @@ from typing import Optional
 import torch
 
 from .. import _structs
+from .._exports import check_storage
 from .._library import DtypeError, ShapeError
 
 DTYPES = {
@@ -29,6 +30,7 @@ def describe(target: _structs.Tensor, tensor: Optional[torch.Tensor], op: str, n
     rank = tensor.dim()
     if rank > _structs.MAX_RANK:
         raise ShapeError(f"{op}: {name} has rank {rank}, the limit is {_structs.MAX_RANK}")
+    check_storage(op, name, tensor)
     target.data = tensor.data_ptr() or None
     target.dtype = dtype
     target.rank = rank
@@ -64,4 +66,5 @@ def attention(target: _structs.Attention, op: str, q: torch.Tensor, k: torch.Ten
     if seed is not None:
         if seed.dtype != torch.int64 or seed.dim():
             raise DtypeError("attention: seed must be one int64")
+        check_storage(op, "seed", seed)
         target.seed = int(seed)
