@@ -22,6 +22,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 from . import _structs
 from ._context import Context, context
 from ._library import ArgumentError, OutOfMemoryError, lib
+from ._uncompiled import uncompiled
 from .arrays import Operands, empty_like_kind
 
 _ALIGN = {"top_left": _structs.TOP_LEFT, "bottom_right": _structs.BOTTOM_RIGHT}
@@ -203,6 +204,7 @@ def backward(run: Run, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dl
         return Gradients(**results), run(_context(op, backend, threads), op, args)
 
 
+@uncompiled
 def attention_forward(
         q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, bias: Any = None,
         mask: Any = None, alibi: Any = None, sinks: Any = None, key_lengths: Any = None,
@@ -248,6 +250,7 @@ def attention_forward(
     return forward(_run, q, k, v, out, lse, backend, threads, options)[:2]
 
 
+@uncompiled
 def attention_backward(
         dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None,
         want: Sequence[str] = ("dq", "dk", "dv"), dq: Any = None, dk: Any = None, dv: Any = None,

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 from . import _structs, attention
 from ._context import Context
 from ._library import ArgumentError, check, lib
+from ._uncompiled import uncompiled
 
 
 def _text(value: Optional[bytes]) -> Optional[str]:
@@ -62,6 +63,7 @@ _EXPLAINED: Dict[str, Tuple[Callable[..., Any], Callable[..., Explanation]]] = {
 }
 
 
+@uncompiled
 def explain(op: str, *operands: Any, **options: Any) -> Explanation:
     """Asks, without computing anything, who would take a call; print() shows it.
 

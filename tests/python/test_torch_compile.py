@@ -1,10 +1,14 @@
 """torch.compile(fullgraph=True): results are eager's, shapes may change, graphs stay few."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
+import orchard
 from orchard.torch import scaled_dot_product_attention as attention
 
 
@@ -263,3 +267,74 @@ def test_func_transforms_are_not_lost(name):
     torch._dynamo.reset()
     with pytest.raises(Exception, match="torch.func"):
         torch.compile(lambda x: call(x), backend="aot_eager", fullgraph=True)(x)
+
+
+# ---- The functions that know nothing of torch ----------------------------------------------------
+
+def core_forward(x):
+    y = x * 2
+    return orchard.attention_forward(y, y, y, causal=True)[0] + 1
+
+
+def core_backward(x):
+    y = x * 2
+    out, lse = orchard.attention_forward(y, y, y)
+    return orchard.attention_backward(out, y, y, y, out, lse).dq + 1
+
+
+def core_explain(x):
+    return x + orchard.explain("attention_forward", x, x, x, threads=1).scratch_bytes
+
+
+def core_reports(x):
+    return x + len(orchard.report()[:1]) + len(orchard.memory_report())
+
+
+def core_error(x):
+    try:
+        return orchard.attention_forward(x, x, x[:, :1, :2])[0]
+    except orchard.ShapeError:
+        return x + 1
+
+
+@pytest.mark.parametrize("call", [core_forward, core_backward, core_explain, core_reports,
+                                  core_error])
+def test_the_core_package_runs_uncompiled(call):
+    compiled = torch.compile(call, backend="aot_eager")
+    for T in (3, 4, 5):
+        x = torch.randn(1, 2, T, 8)
+        assert torch.equal(compiled(x), call(x))
+
+
+def test_the_core_package_and_fullgraph():
+    for call in (core_forward, core_explain):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="computes outside torch"):
+            torch.compile(call, backend="aot_eager", fullgraph=True)(torch.randn(1, 2, 3, 8))
+
+
+def test_the_core_package_with_more_options_than_dynamo_compiles_for():
+    x = torch.randn(1, 2, 9, 8)
+    for scale in range(12):
+        options = dict(scale=scale / 8, align=("top_left", "bottom_right")[scale % 2])
+        call = torch.compile(lambda x: orchard.attention_forward(x, x, x, **options)[0] + 1,
+                             backend="eager")
+        assert torch.equal(call(x), orchard.attention_forward(x, x, x, **options)[0] + 1)
+
+
+FIRST_CALL = """
+import sys, orchard
+assert "torch" not in sys.modules
+import torch
+def call(x):
+    y = x * 2
+    return orchard.attention_forward(y, y, y)[0] + 1
+x = torch.randn(1, 2, 3, 8)
+found = torch.compile(call, backend="eager")(x)
+assert torch.equal(found, call(x))
+"""
+
+
+def test_the_core_packages_first_call_is_in_compiled_code():
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0, done.stderr
