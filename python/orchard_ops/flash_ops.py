@@ -11,7 +11,7 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from orchard.torch import autograd, cpu, ops
+from orchard.torch import autograd, batching, cpu, ops
 from orchard.torch.operands import TENSORS, without_options
 from orchard.torch.outputs import DK, DQ, DV
 
@@ -59,9 +59,9 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
-                causal: bool) -> Tuple[Tensor, Tensor]:
+                causal: bool, seed: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         call = checked(q, k, v, scale, dropout_p, causal)
-        seed = new_seed(call)
+        seed = new_seed(dropout_p) if seed is None else seed
         out, lse = attend(*arguments(call, seed))
         mask = states.pack(call, lse, seed)
         ctx.save_for_backward(q, k, v, out, lse, seed)
@@ -76,15 +76,15 @@ class Flash(torch.autograd.Function):
 
 
 def backward_of(ctx, grad_out: Optional[Tensor], run: Callable[..., tuple]) -> tuple:
-    """Gradients of Flash.forward's six arguments; `run` has attention_backward's parameters."""
+    """Gradients of Flash.forward's arguments; `run` has attention_backward's parameters."""
     needs = needed(ctx)
     if grad_out is None or not needs:
-        return (None,) * 6
+        return (None,) * 7
     q, k, v, out, lse, seed = ctx.saved_tensors
     call = checked(q, k, v, *ctx.options)
     made = run(needs, folded(grad_out), None, out, lse, *arguments(call, seed))
     grads = [None if x is None else x.view(of.shape) for x, of in zip(made, (q, k, v))]
-    return (*grads, None, None, None)
+    return (*grads, None, None, None, None)
 
 
 def needed(ctx) -> int:
@@ -144,9 +144,9 @@ def out_shape(q: Tensor, v: Tensor) -> torch.Size:
     return torch.Size((*q.shape[:-1], v.shape[-1]))
 
 
-def new_seed(call: Call) -> Optional[Tensor]:
+def new_seed(dropout_p: float) -> Optional[Tensor]:
     """From torch's generator: torch.manual_seed repeats a run."""
-    return torch.randint(2 ** 63 - 1, (), device="cpu") if call.dropout_p > 0 else None
+    return torch.randint(2 ** 63 - 1, (), device="cpu") if dropout_p > 0 else None
 
 
 def arguments(call: Call, seed: Optional[Tensor]) -> tuple:
@@ -174,3 +174,28 @@ for _name in BACKWARDS:
     @torch.library.register_fake(f"flash_attn_mps::{_name}", lib=library)
     def _fake(grad_out, q, k, v, dropout_mask, scale, dropout_p, causal):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+# ---- vmap ----------------------------------------------------------------------------------------
+
+# The forward with a seed that is drawn already. vmap calls it for one sample after the other, since
+# each has a state of its own.
+library.define("_seeded_fwd(Tensor q, Tensor k, Tensor v, float scale, float dropout_p, "
+               "bool causal, Tensor? seed) -> (Tensor, Tensor)")
+library.impl("_seeded_fwd", Flash.apply, "CompositeImplicitAutograd")
+seeded = torch.ops.flash_attn_mps._seeded_fwd.default
+
+
+def _forward_vmap(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
+                  causal: bool) -> Tuple[Tensor, Tensor]:
+    """Draws the seed where torch's own random operations heed vmap's `randomness`: one for all
+    samples, or one each, or an error."""
+    return seeded(q, k, v, scale, dropout_p, causal, new_seed(dropout_p))
+
+
+library.impl(FORWARD, _forward_vmap, "FuncTorchVmapMode")
+
+
+@torch.library.register_vmap("flash_attn_mps::_seeded_fwd", lib=library)
+def _seeded_vmap(info, in_dims, *given):
+    return batching.one_by_one(seeded, info.batch_size, in_dims, given)

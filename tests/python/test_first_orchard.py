@@ -407,6 +407,53 @@ def test_compiled_and_fake():
                           (torch.ones(2, 4, 12, 8), q, k, v, mask, 0.5, 0.0, True))
 
 
+def kept(p, randomness, q):
+    """Which weights each sample keeps: all are equal, and values tell them apart."""
+    v = torch.eye(6).expand(1, 2, 6, 6)
+    return torch.vmap(lambda x: OPS._flash_attn_fwd(x, x, v, 1.0, p, False),
+                      randomness=randomness)(q)
+
+
+def test_vmap_heeds_randomness():
+    """As torch's own random operations do."""
+    q = torch.zeros(5, 1, 2, 6, 4)
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        kept(0.5, "error", q)
+    assert (kept(0.0, "error", q)[0] == 1 / 6).all()
+    for randomness, masks, of_nested in (("same", 1, 1), ("different", 5, 15)):
+        torch.manual_seed(3)
+        out, states = kept(0.5, randomness, q)
+        assert len({one.numpy().tobytes() for one in out != 0}) == masks
+        assert len({one.numpy().tobytes() for one in states}) == masks
+        torch.manual_seed(3)
+        assert torch.equal(kept(0.5, randomness, q)[0], out)
+        nested = torch.vmap(lambda x: kept(0.5, randomness, x)[0], randomness=randomness)(
+            q.expand(3, *q.shape))
+        assert len({one.numpy().tobytes() for one in (nested != 0).flatten(0, 1)}) == of_nested
+    torch.manual_seed(3)
+    kept(0.5, "same", q)
+    after = torch.rand(())
+    torch.manual_seed(3)
+    torch.randint(2 ** 63 - 1, ())
+    assert torch.rand(()) == after  # one number was drawn
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_vmap_keeps_a_state_and_gradients_for_each_sample(randomness):
+    tensors = [torch.randn(3, 1, 2, 6, 4, requires_grad=True) for _ in range(3)]
+    out, states = torch.vmap(lambda *x: OPS._flash_attn_fwd(*x, 0.5, 0.5, True),
+                             randomness=randomness)(*tensors)
+    grads = torch.autograd.grad(out.sum(), tensors)
+    for i in range(3):
+        one = [x[i].detach() for x in tensors]
+        again = orchard_ops.flash_attn_bwd(torch.ones(1, 2, 6, 4), *one, states[i], 0.5, 0.5, True)
+        for found, right in zip(grads, again):
+            torch.testing.assert_close(found[i], right)
+    none = torch.vmap(lambda x: OPS._flash_attn_fwd(x, x, x, 0.5, 0.5, True)[0],
+                      randomness=randomness)(torch.empty(0, 1, 2, 6, 4))
+    assert none.shape == (0, 1, 2, 6, 4)
+
+
 # ---- enable_flash --------------------------------------------------------------------------------
 
 @pytest.fixture

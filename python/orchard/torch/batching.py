@@ -15,7 +15,8 @@ from .outputs import DSINKS
 SINKS, CU_SEQLENS, SEED, DROPOUT = 6, 8, 10, 19  # places among the arguments of ops.ATTENTION
 
 
-def _one_by_one(call: Callable, count: int, in_dims: Sequence, args: Sequence):
+def one_by_one(call: Callable, count: int, in_dims: Sequence, args: Sequence):
+    """vmap's rule for any call: its results stacked."""
     def sample(i: int) -> List:
         return [a if d is None else a.select(d, i) for a, d in zip(args, in_dims)]
 
@@ -70,7 +71,7 @@ def _unfoldable(in_dims: Sequence, args: Sequence) -> bool:
 def map_forward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     """vmap's rule for a call with the arguments of attention_forward."""
     if not count or _unfoldable(in_dims, args):
-        return _one_by_one(call, count, in_dims, args)
+        return one_by_one(call, count, in_dims, args)
     folded, batch = _fold_attention(count, in_dims, args, False)
     out, lse = call(*folded)
     return (out.unflatten(0, (count, batch)), lse.unflatten(0, (count, batch))), (0, 0)
@@ -80,7 +81,7 @@ def map_backward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     """vmap's rule for a call with the arguments of attention_backward."""
     needs, own, rest = args[0], args[1:5], args[5:]
     if not count or _unfoldable(in_dims[5:], rest) or needs & DSINKS:
-        return _one_by_one(call, count, in_dims, args)
+        return one_by_one(call, count, in_dims, args)
     folded, batch = _fold_attention(count, in_dims[5:], rest, True)
     ranks = (4, 3, 4, 3)
     own = [_fold(count, batch, x, d, r, True) for x, d, r in zip(own, in_dims[1:5], ranks)]
