@@ -288,6 +288,58 @@ static void many_reasons(void)
     CHECK_INT(others, 1);
 }
 
+/* The same tensor where no memory is. */
+static orchard_tensor nowhere(orchard_tensor tensor)
+{
+    tensor.data = (void *)((uintptr_t)tensor.data + ((uintptr_t)1 << 60));
+    return tensor;
+}
+
+/* What core.h says of explain: only lengths need memory. */
+static void explaining_needs_no_memory(void)
+{
+    static fixture f;
+    orchard_explanation with, without;
+    fixture_start(&f, PADDED);
+    f.forward.attention = f.backward.attention = f.attention;
+    orchard_attention a = f.attention;
+    orchard_tensor *inputs[] = {&a.q, &a.k, &a.v, &a.bias, &a.mask, &a.alibi, &a.sinks};
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) {
+        *inputs[i] = nowhere(*inputs[i]);
+    }
+    const orchard_attention_forward_args forward = {
+        .out = nowhere(f.forward.out), .lse = nowhere(f.forward.lse), .attention = a};
+    const orchard_attention_backward_args *b = &f.backward,
+                                          backward = {.dq = nowhere(b->dq),
+                                                      .dk = nowhere(b->dk),
+                                                      .dv = nowhere(b->dv),
+                                                      .dbias = nowhere(b->dbias),
+                                                      .dsinks = nowhere(b->dsinks),
+                                                      .dout = nowhere(b->dout),
+                                                      .dlse = nowhere(b->dlse),
+                                                      .out = nowhere(b->out),
+                                                      .lse = nowhere(b->lse),
+                                                      .attention = a};
+    for (int i = 0; orchard_backend_name(i); i++) {
+        orchard_ctx *ctx;
+        const orchard_ctx_opts opts = {.backend = orchard_backend_name(i)};
+        if (orchard_ctx_create(&ctx, &opts)) {
+            continue; /* a device that is not there */
+        }
+        CHECK_INT(orchard_explain(ctx, "attention_forward", &f.forward, &with), ORCHARD_OK);
+        CHECK_INT(orchard_explain(ctx, "attention_forward", &forward, &without), ORCHARD_OK);
+        CHECK_STRING(without.backend ? without.backend : "none",
+                     with.backend ? with.backend : "none");
+        CHECK_INT(without.scratch_bytes, with.scratch_bytes);
+        CHECK_INT(orchard_explain(ctx, "attention_backward", &f.backward, &with), ORCHARD_OK);
+        CHECK_INT(orchard_explain(ctx, "attention_backward", &backward, &without), ORCHARD_OK);
+        CHECK_STRING(without.backend ? without.backend : "none",
+                     with.backend ? with.backend : "none");
+        CHECK_INT(without.scratch_bytes, with.scratch_bytes);
+        orchard_ctx_free(ctx);
+    }
+}
+
 int main(int argc, char **argv)
 {
     print_sentences = argc > 1 && strcmp(argv[1], "--sentences") == 0;
@@ -300,5 +352,6 @@ int main(int argc, char **argv)
     strictness();
     debug_line();
     many_reasons();
+    explaining_needs_no_memory();
     return check_report("context");
 }

@@ -14,12 +14,13 @@ caller's array came from, else it is an `Array`.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from typing import Any, List, Optional, Sequence, Tuple
 
 from . import _buffers, _dlpack, _structs
 from ._exports import NAMES, SIZES, Export, check_storage
-from ._library import ArgumentError, LayoutError, OrchardError
+from ._library import ArgumentError, LayoutError, OrchardError, OutOfMemoryError
 
 _TORCH_NAMES = {
     _structs.F64: "float64", _structs.F32: "float32", _structs.F16: "float16",
@@ -111,7 +112,7 @@ class Operands:
         """The description of an array; None for None."""
         if array is None:
             return None
-        found = export(self.op, name, array)
+        found = array if isinstance(array, Export) else export(self.op, name, array)
         self.held.append(found)
         return found
 
@@ -147,6 +148,24 @@ def empty_like_kind(array: Any, shape: Sequence[int], dtype: int) -> Any:
         kind = array.dtype if dtype == _structs.BF16 else _TORCH_NAMES[dtype]
         return numpy.empty(shape, dtype=kind)
     return Array(shape, dtype)
+
+
+class Imagined:
+    """Results for a call that is only asked about: with sizes and addresses, without memory."""
+
+    _MOST = 1 << 60  # addresses begin there, where there are none, and no result has more bytes
+
+    def __init__(self) -> None:
+        self._next = self._MOST
+
+    def new(self, op: str, name: str, like: Any, shape: Sequence[int], dtype: int) -> Export:
+        """As if empty_like_kind had made it."""
+        size = math.prod(shape) * SIZES[dtype]
+        if size > self._MOST:
+            raise OutOfMemoryError(f"{op}: no memory for {name}, {list(shape)}")
+        address = self._next
+        self._next += (size + 4095) // 4096 * 4096
+        return Export(address, dtype, shape, None, read_only=False)
 
 
 class Array:

@@ -120,6 +120,7 @@ def _context(op: str, backend: Any, threads: Any) -> Context:
 # ---- Calls ---------------------------------------------------------------------------------------
 
 Run = Callable[[Context, str, Any], Any]
+New = Callable[[str, str, Any, Tuple[int, ...], int], Any]
 
 
 def _run(ctx: Context, op: str, args: Any) -> None:
@@ -138,9 +139,10 @@ def shape_of(view: _structs.Tensor) -> Tuple[int, ...]:
     return tuple(view.size[:view.rank])
 
 
-def forward(run: Run, q: Any, k: Any, v: Any, out: Any, lse: Any, backend: Any, threads: Any,
-            options: Dict[str, Any]) -> Tuple[Any, Any, Any]:
-    """Builds the forward call and hands it to `run`: (out, lse, what run returned)."""
+def forward(run: Run, new: New, q: Any, k: Any, v: Any, out: Any, lse: Any, backend: Any,
+            threads: Any, options: Dict[str, Any]) -> Tuple[Any, Any, Any]:
+    """Builds the forward call, with results by `new` where none are given, and hands it to `run`:
+    (out, lse, what run returned)."""
     op = "attention_forward"
     args = _structs.AttentionForwardArgs()
     with Operands(op) as operands:
@@ -152,9 +154,9 @@ def forward(run: Run, q: Any, k: Any, v: Any, out: Any, lse: Any, backend: Any, 
             # q's rows, with v's head size and without one: in every layout.
             rows, last = shape_of(views.q)[:-1], shape_of(views.v)[-1:]
             if out is None:
-                out = _new(op, "out", q, rows + last, views.q.dtype)
+                out = new(op, "out", q, rows + last, views.q.dtype)
             if lse is None:
-                lse = _new(op, "lse", q, rows, lse_dtype(views.q.dtype))
+                lse = new(op, "lse", q, rows, lse_dtype(views.q.dtype))
         args.out = operands.output("out", out)
         args.lse = operands.output("lse", lse)
         return out, lse, run(_context(op, backend, threads), op, args)
@@ -177,10 +179,10 @@ def _asked(op: str, want: Any, given: Dict[str, Any]) -> set:
     return wanted | {name for name, array in given.items() if array is not None}
 
 
-def backward(run: Run, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, want: Any,
-             given: Dict[str, Any], backend: Any, threads: Any,
+def backward(run: Run, new: New, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any,
+             want: Any, given: Dict[str, Any], backend: Any, threads: Any,
              options: Dict[str, Any]) -> Tuple[Gradients, Any]:
-    """Builds the backward call and hands it to `run`: (gradients, what run returned)."""
+    """Builds the backward call as `forward` does: (gradients, what run returned)."""
     op = "attention_backward"
     args = _structs.AttentionBackwardArgs()
     asked = _asked(op, want, given)
@@ -197,7 +199,7 @@ def backward(run: Run, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dl
             source = sources[name]
             if results[name] is None and source is not None:
                 view = getattr(args.attention, name[1:])
-                results[name] = _new(op, name, source, shape_of(view), view.dtype)
+                results[name] = new(op, name, source, shape_of(view), view.dtype)
             elif results[name] is None and name in ("dbias", "dsinks"):
                 raise ArgumentError(f"{op}: {name} is wanted without {name[1:]}")
             setattr(args, name, operands.output(name, results[name]))
@@ -247,7 +249,7 @@ def attention_forward(
                    cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_t=max_t, max_s=max_s,
                    scale=scale, causal=causal, align=align, window=window, softcap=softcap,
                    dropout=dropout, seed=seed, dropout_offset=dropout_offset)
-    return forward(_run, q, k, v, out, lse, backend, threads, options)[:2]
+    return forward(_run, _new, q, k, v, out, lse, backend, threads, options)[:2]
 
 
 @uncompiled
@@ -280,4 +282,5 @@ def attention_backward(
                    scale=scale, causal=causal, align=align, window=window, softcap=softcap,
                    dropout=dropout, seed=seed, dropout_offset=dropout_offset)
     given = dict(dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks)
-    return backward(_run, dout, q, k, v, out, lse, dlse, want, given, backend, threads, options)[0]
+    return backward(_run, _new, dout, q, k, v, out, lse, dlse, want, given, backend, threads,
+                    options)[0]

@@ -11,6 +11,7 @@ from . import _structs, attention
 from ._context import Context
 from ._library import ArgumentError, check, lib
 from ._uncompiled import uncompiled
+from .arrays import Imagined
 
 
 def _text(value: Optional[bytes]) -> Optional[str]:
@@ -47,14 +48,14 @@ def _explain(ctx: Context, op: str, args: Any) -> Explanation:
 
 def _explain_forward(**call: Any) -> Explanation:
     own = {name: call.pop(name) for name in ("q", "k", "v", "out", "lse", "backend", "threads")}
-    return attention.forward(_explain, options=call, **own)[2]
+    return attention.forward(_explain, Imagined().new, options=call, **own)[2]
 
 
 def _explain_backward(**call: Any) -> Explanation:
     own = {name: call.pop(name) for name in ("dout", "q", "k", "v", "out", "lse", "dlse", "want",
                                              "backend", "threads")}
     given = {name: call.pop(name) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
-    return attention.backward(_explain, given=given, options=call, **own)[1]
+    return attention.backward(_explain, Imagined().new, given=given, options=call, **own)[1]
 
 
 _EXPLAINED: Dict[str, Tuple[Callable[..., Any], Callable[..., Explanation]]] = {
@@ -65,7 +66,8 @@ _EXPLAINED: Dict[str, Tuple[Callable[..., Any], Callable[..., Explanation]]] = {
 
 @uncompiled
 def explain(op: str, *operands: Any, **options: Any) -> Explanation:
-    """Asks, without computing anything, who would take a call; print() shows it.
+    """Asks, without computing anything or memory for results, who would take a call; print()
+    shows it.
 
     `op` is the function's name ("attention_forward", "attention_backward"), the rest are that
     function's arguments: explain("attention_forward", q=q, k=k, v=v, causal=True). The answer comes

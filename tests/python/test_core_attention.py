@@ -313,6 +313,29 @@ def test_a_report_tells_audits_from_refusals():
                      ["attention_forward", "cpu", "1", "audit: agrees"]], done
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch", "buffer"])
+def test_explain_needs_no_memory_for_results(kind):
+    """137 GB and more; and the answer is that of a call whose results have memory."""
+    import torch
+    make = {"numpy": np.broadcast_to, "torch": lambda x, shape: torch.from_numpy(x).expand(shape),
+            "buffer": lambda x, shape: memoryview(np.broadcast_to(x, shape))}[kind]
+    one = np.zeros((1, 1, 1, 64), np.float32)
+    for T in (2**7, 2**26, 2**30):
+        q, lse = make(one, (1, 8, T, 64)), make(one[..., 0], (1, 8, T))
+        said = orchard.explain("attention_forward", q, q, q, causal=True, threads=1)
+        grads = orchard.explain("attention_backward", q, q, q, q, q, lse, threads=1)
+        if T == 2**7:
+            out, lse = np.zeros((1, 8, T, 64), np.float32), np.zeros((1, 8, T), np.float32)
+            assert said == orchard.explain("attention_forward", q, q, q, causal=True, threads=1,
+                                           out=out, lse=lse)
+            assert grads == orchard.explain("attention_backward", q, q, q, q, q, lse, dq=out,
+                                            threads=1)
+        assert said.backend and grads.op == "attention_backward"
+    q = np.broadcast_to(one, (1, 2**20, 2**30, 64))
+    with pytest.raises(orchard.OutOfMemoryError, match=r"no memory for out, \[1, 1048576, "):
+        orchard.explain("attention_forward", q, q, np.broadcast_to(one[..., :1], (1, 1, 9, 512)))
+
+
 def test_explain_refuses_what_the_call_refuses():
     q = RNG.standard_normal((1, 2, 5, 8)).astype(np.float32)
     with pytest.raises(orchard.ArgumentError, match="explain: there is no operation 'attention'"):
