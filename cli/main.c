@@ -36,7 +36,7 @@ static void print_help(FILE *file)
           file);
 }
 
-int main(int argc, char **argv)
+static int run(int argc, char **argv)
 {
     const char *word = argc > 1 ? argv[1] : NULL;
     if (!word) {
@@ -58,4 +58,15 @@ int main(int argc, char **argv)
     }
     fprintf(stderr, "orchard: there is no command \"%s\"; see orchard --help\n", word);
     return 2;
+}
+
+/* What nobody could read is no success: a full disk, say. */
+int main(int argc, char **argv)
+{
+    const int status = run(argc, argv);
+    if ((ferror(stdout) | fflush(stdout)) && !status) {
+        fputs("orchard: the output could not be written\n", stderr);
+        return 1;
+    }
+    return status;
 }
