@@ -266,7 +266,7 @@ typedef struct orchard_explanation {
 /* Asks, without running anything, who would take a call. `op` is the call's name without "orchard_"
  * ("attention_forward"), `args` its args struct; tensors are checked but their elements are
  * neither read nor written, except that lengths are read. So there need be no memory behind the
- * others: a number above 2^48, where no address is, will do as `data`; it tells where the tensor
+ * others: a number from 2^60 on, where no address is, will do as `data`; it tells where the tensor
  * would lie beside the others. Uses the very plan that the call itself uses. */
 ORCHARD_API orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *args,
                                            orchard_explanation *explanation);
