@@ -1,5 +1,6 @@
 """attn_implementation="orchard" against "eager", on tiny models with random weights."""
 
+import contextlib
 import copy
 import importlib
 import sys
@@ -339,6 +340,65 @@ def test_doctors_at_once_leave_the_compiler_on():
     compiled = CompileCounter()
     torch.compile(lambda x: x + 1, backend=compiled)(torch.ones(2))
     assert compiled.frame_count == 1
+
+
+@contextlib.contextmanager
+def doctor_at_work(model):
+    """A doctor in another thread, which waits in its model until the block ends."""
+    inside, may_go = threading.Event(), threading.Event()
+
+    def wait(*_):
+        inside.set()
+        assert may_go.wait(10)
+    waiting = model.register_forward_hook(wait)
+    thread = threading.Thread(target=orchard_transformers.doctor, args=(model,),
+                              kwargs={"input_ids": tokens(2, 7)})
+    thread.start()
+    assert inside.wait(10)
+    try:
+        yield
+    finally:
+        may_go.set()
+        thread.join()
+        waiting.remove()
+
+
+def test_other_threads_compile_while_a_doctor_is_at_work():
+    """torch's own stance would turn it off for all, and break calls with fullgraph that end when it
+    is on again."""
+    compiled = CompileCounter()
+    call = torch.compile(lambda x: x + 1, backend=compiled, fullgraph=True)
+    with doctor_at_work(copy.deepcopy(pair("llama")[1])):
+        assert call(torch.ones(2)).tolist() == [2, 2]
+    assert compiled.frame_count == 1
+
+
+def test_a_doctor_and_anothers_stance():
+    """Whichever ends first, the other's is what it was, and afterwards the compiler is on."""
+    model = copy.deepcopy(pair("llama")[1])
+    stance = lambda: torch._dynamo.eval_frame._stance.stance  # noqa: E731
+    with contextlib.ExitStack() as other:
+        with doctor_at_work(model):
+            other.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+        assert stance() == "fail_on_recompile"
+    assert stance() == "default"
+    with torch.compiler.set_stance("eager_on_recompile"):
+        with doctor_at_work(model):
+            assert stance() == "eager_on_recompile"
+        assert stance() == "eager_on_recompile"
+    assert stance() == "default"
+
+
+def test_a_doctor_that_fails_leaves_the_compiler_on():
+    model = copy.deepcopy(pair("llama")[1])
+
+    def fail(*_):
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+        raise ZeroDivisionError
+    model.register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        orchard_transformers.doctor(model, input_ids=tokens(2, 7))
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 def test_doctor_within_doctor():

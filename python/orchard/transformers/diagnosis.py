@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Dict, List, Optional
 
 import torch
@@ -11,6 +10,7 @@ from .._library import ArgumentError, OrchardError
 from .._locks import ProcessLock
 from .interfaces import NAME
 from .listening import Call, listen
+from .stance import uncompiled
 
 Tensor = torch.Tensor
 
@@ -32,17 +32,15 @@ def _probes(model: Any) -> Dict[str, Dict[str, Tensor]]:
             (("plain", keys), ("right padding", right), ("left padding", left))}
 
 
-# Modes of models and torch.compile's stance are the whole process's: one doctor at a time.
+# Modes of models are the whole process's: one doctor at a time.
 _lock = ProcessLock()
 
 
 def _calls(model: Any, inputs: Dict[str, Any]) -> List[Call]:
     training = {module: module.training for module in model.modules()}
-    # Compiled code makes its calls unheard.
-    eager = getattr(torch.compiler, "set_stance", lambda stance: contextlib.nullcontext())
     try:
         model.eval()
-        with torch.no_grad(), eager("force_eager"), listen() as calls:
+        with torch.no_grad(), uncompiled(), listen() as calls:  # compiled calls would be unheard
             model(**inputs)
         return calls
     finally:
