@@ -246,6 +246,24 @@ def test_autocast_compiled():
         assert out.dtype == dtype and torch.equal(out, call(*tensors))
 
 
+def test_numbers_that_are_known_at_run_time_only():
+    """The longest sequence and a window as numbers of tensors, which no graph holds."""
+    def packed(x, cu):
+        longest = cu.diff().max().item()
+        return attention(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest,
+                         max_seqlen_k=longest, window=(cu[1].item(), 0))
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        call = torch.compile(packed, fullgraph=True, backend=graphs, dynamic=True)
+        for cu in (torch.tensor(ends) for ends in ([0, 2, 5], [0, 1, 9], [0, 4, 7], [0, 3, 8])):
+            x = torch.randn(int(cu[-1]), 2, 8, requires_grad=True)
+            for found, expected in zip(results(lambda x: call(x, cu), [x]),
+                                       results(lambda x: packed(x, cu), [x])):
+                assert torch.equal(found, expected)
+    assert graphs.frame_count <= 2
+
+
 def test_errors_inside_compiled_code_are_sentences():
     call = torch.compile(lambda q, k, v: attention(q, k, v, softcap=-1.0), backend="aot_eager",
                          fullgraph=True)

@@ -45,7 +45,8 @@ def _check_number(name: str, value: Any, kinds: tuple = NUMBER) -> Any:
     if not isinstance(value, kinds) or isinstance(value, bool):
         word = "an integer" if kinds is INTEGER else "a number"
         raise ArgumentError(f"attention: {name} is {value!r}, must be {word}")
-    if isinstance(value, int) and not -2 ** 63 <= value < 2 ** 63:
+    # Not of numbers that a compiler does not know yet: they are torch's, and fit.
+    if isinstance(value, int) and not onlookers.compiling() and not -2 ** 63 <= value < 2 ** 63:
         raise ArgumentError(f"attention: {name} is {value}, must fit into 64 bits")
     return value
 
