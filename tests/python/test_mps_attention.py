@@ -170,6 +170,14 @@ def test_halves_packed_sequences_and_dropout_of_a_refused_call(launcher):  # noq
     assert [line.backend for line in launcher.report() if line.reason is None] == ["pytorch"]
 
 
+def test_empty_sequences_of_a_refused_call_have_a_gradient(launcher):  # noqa: F811
+    q, k, v = (fake_mps.tensor(torch.zeros(0, 2, 4, dtype=torch.float64)) for _ in range(3))
+    k.requires_grad_()
+    ends = fake_mps.tensor(torch.zeros(1, dtype=torch.int32))
+    out = attention(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=0, max_seqlen_k=0)
+    assert torch.autograd.grad(out.sum(), k)[0].shape == k.shape
+
+
 @pytest.mark.parametrize("compiles", [True, False])
 def test_wrong_calls_are_errors_whoever_would_take_them(launcher, compiles, monkeypatch):  # noqa: F811
     if not compiles:

@@ -104,8 +104,8 @@ class Packing:
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """[total,H,...] to [n,H,longest,...], 0 where a sequence has ended."""
-        if not packed.shape[0]:  # whose row 0 stands in for the missing
-            packed = packed.new_zeros(1, *packed.shape[1:])
+        if not packed.shape[0]:  # whose row 0 stands in for the missing; cat keeps the history
+            packed = torch.cat((packed, packed.new_zeros(1, *packed.shape[1:])))
         padded = packed[self.rows].transpose(1, 2)
         valid = self.valid[:, None, :]
         return torch.where(valid.view(*valid.shape, *[1] * (padded.dim() - 3)), padded, 0)
