@@ -4,7 +4,7 @@ Four classes, because torch wants it so:
   AttentionPlain     without options, by the ops made for that: for eager calls, fastest;
   AttentionFast      keeps what backward needs in `forward`: fast, compiles everywhere;
   Attention          the same with a separate `setup_context`, which torch.func's transforms demand,
-                     and with a forward-mode derivative, by the explicit formula (second.py);
+                     and with a forward-mode derivative, by the explicit formula (explicit.py);
   AttentionBackward  makes backward itself differentiable (create_graph=True): its own backward
                      recomputes the explicit formula.
 """
@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .._library import OrchardError, UnsupportedError
-from . import batching, cpu, onlookers, operands, ops, outputs, second
+from . import batching, cpu, explicit, onlookers, operands, ops, outputs
 from .onlookers import any_onlooker, compiling
 from .operands import TENSORS
 
@@ -57,7 +57,7 @@ def gradients(needs: int, dout, dlse, out, lse, tensors, options):
     if forward or (torch.is_grad_enabled() and _grads_batched(dout, dlse)):
         q, k, v, bias, _, _, sinks = tensors[:7]
         with torch.autocast(q.device.type, enabled=False):
-            made = second.gradients(tensors, options, dout, dlse, q, k, v, bias, sinks)
+            made = explicit.gradients(tensors, options, dout, dlse, q, k, v, bias, sinks)
     elif torch.is_grad_enabled():
         made = AttentionBackward.apply(needs, dout, dlse, out, lse, *tensors, *options)
     else:
@@ -185,7 +185,7 @@ class Attention(torch.autograd.Function):
         with forward_ad._set_fwd_grad_enabled(True):
             tensors = [x if x is None or not x.is_floating_point()
                        else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
-            return second.tangents(tensors, ctx.options, dq, dk, dv, dbias, dsinks)
+            return explicit.tangents(tensors, ctx.options, dq, dk, dv, dbias, dsinks)
 
     vmap = staticmethod(batching.forward)
 
@@ -217,7 +217,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         dout, dlse, *tensors = ctx.saved_tensors
-        found = second.backward(ctx.needs, cotangents, dout, dlse, tensors, ctx.options)
+        found = explicit.backward(ctx.needs, cotangents, dout, dlse, tensors, ctx.options)
         ddout, ddlse, dq, dk, dv, dbias, dsinks = found
         return (None, ddout, ddlse, None, None, dq, dk, dv, dbias, None, None, dsinks,
                 *[None] * (TENSORS - 7 + len(ctx.options)))

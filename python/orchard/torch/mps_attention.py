@@ -2,7 +2,7 @@
 
 The public function asks once, before the forward, for forward and backward together: what is
 refused is then PyTorch's own scaled_dot_product_attention, gradients included, or, where that has
-no word for an option, the explicit formula (second.py) in PyTorch's operations on the same device.
+no word for an option, the formula (explicit.py) in PyTorch's operations on the same device.
 Whoever cannot ask (compiled code, torch.func's transforms, callers of the ops) meets the refusal in
 the ops' kernels, which go on with the explicit formula, forward and backward each for itself.
 
@@ -18,7 +18,7 @@ from typing import Any, Mapping, Optional, Tuple
 
 import torch
 
-from . import mps, second
+from . import explicit, mps
 from .onlookers import TRACED, compiling
 from .operands import TENSORS
 from .outputs import GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, new_gradients, new_outputs
@@ -121,9 +121,9 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
         if given is not None:
             seen = given if seen is None else seen & given
         mask = inputs.get("bias")
-        shown = second.not_left_out(seen, mask)
+        shown = explicit.not_left_out(seen, mask)
         if shown is not None:
-            k, v = second.hide(shown, k, v)
+            k, v = explicit.hide(shown, k, v)
         if inputs.get("alibi") is not None:
             slopes = inputs["alibi"].reshape(-1, q.shape[1], 1, 1) * -apart
             mask = slopes if mask is None else mask + slopes
@@ -167,7 +167,7 @@ def _check_lengths(inputs: mps.Operands, options: mps.Options) -> None:
 
 
 def _explicit(arguments: Tuple[Any, ...]) -> Tensors2:
-    made = second.forward(arguments[:TENSORS], arguments[TENSORS:])
+    made = explicit.forward(arguments[:TENSORS], arguments[TENSORS:])
     _by_pytorch("attention_forward")
     return made
 
@@ -219,7 +219,8 @@ def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: 
     made = new_gradients(needs, *inputs)
     if all(x.numel() for x in inputs[:3]):
         with torch.autocast(dout.device.type, enabled=False):
-            found = second.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse, *inputs)
+            found = explicit.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse,
+                                       *inputs)
     else:
         found = tuple(None if x is None else torch.zeros_like(x) for x in inputs)
     for bit, fresh, x in zip(GRADIENTS, made, found):

@@ -10,7 +10,7 @@ from .._library import ArgumentError, OrchardError
 from .._locks import ProcessLock
 from .interfaces import NAME
 from .listening import Call, listen
-from .stance import uncompiled
+from .stance import compile_off
 
 Tensor = torch.Tensor
 
@@ -40,7 +40,7 @@ def _calls(model: Any, inputs: Dict[str, Any]) -> List[Call]:
     training = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with torch.no_grad(), uncompiled(), listen() as calls:  # compiled calls would be unheard
+        with torch.no_grad(), compile_off(), listen() as calls:  # compiled calls would be unheard
             model(**inputs)
         return calls
     finally:

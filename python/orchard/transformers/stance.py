@@ -25,7 +25,7 @@ class _Stance:
 
 
 @contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
+def compile_off() -> Iterator[None]:
     """Compiled code runs as it was written, in this thread."""
     from torch._dynamo import eval_frame
 
