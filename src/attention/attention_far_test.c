@@ -104,8 +104,17 @@ static void rows_of_the_lowest_bias(void)
 
 /* ---- Scores far from 0 ----------------------------------------------------------------------- */
 
-/* One key takes all of a row, and lse may have been rounded to less or more than its score: dv is
- * P, and 1. */
+/* Batch element b: one key, the same query in all rows, dout 1 in one of them: dv is P of that. */
+static void set_one_key(problem *p, int64_t b, double key, double query)
+{
+    box_set(&p->box[K], b, 0, 0, 0, key);
+    for (int64_t i = 0; i < p->c.T; i++) {
+        box_set(&p->box[Q], b, 0, i, 0, query);
+        box_set(&p->box[DOUT], b, 0, i, 0, i == b % p->c.T);
+    }
+}
+
+/* One key takes all of a row, and lse may have been rounded to less or more than its score. */
 static void one_far_key(void)
 {
     const attention_case c = {.name = "one far key",
@@ -116,11 +125,7 @@ static void one_far_key(void)
     problem p;
     problem_make(&p, &c, 33);
     for (int64_t b = 0; b < c.B; b++) {
-        box_set(&p.box[K], b, 0, 0, 0, 1.1);
-        for (int64_t i = 0; i < c.T; i++) {
-            box_set(&p.box[Q], b, 0, i, 0, 1e7 + 123456.7 * (double)b);
-            box_set(&p.box[DOUT], b, 0, i, 0, i == b % 4);
-        }
+        set_one_key(&p, b, 1.1, 1e7 + 123456.7 * (double)b);
     }
     CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
     for (int64_t b = 0; b < c.B; b++) {
@@ -254,9 +259,7 @@ static void probabilities_follow_the_given_lse(void)
     problem p;
     problem_make(&p, &c, 36);
     for (int64_t b = 0; b < c.B; b++) {
-        box_set(&p.box[K], b, 0, 0, 0, 1);
-        box_set(&p.box[Q], b, 0, 0, 0, (double)(400 + 25 * b));
-        box_set(&p.box[DOUT], b, 0, 0, 0, 1);
+        set_one_key(&p, b, 1, (double)(400 + 25 * b));
     }
     CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
     for (int64_t b = 0; b < c.B && on_device; b++) {

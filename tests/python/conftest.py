@@ -4,10 +4,12 @@ A skipped or expected-to-fail case counts as failed unless its reason stands bel
 ORCHARD_TEST_INSTALLED set, as tests/run does, `orchard` must come from the environment's own
 site-packages: a test of the tree would say nothing about the wheel.
 """
+import contextlib
 import os
 import pathlib
 import sys
 import tempfile
+import threading
 
 import pytest
 
@@ -27,6 +29,34 @@ ALLOWED_SKIPS = {  # the beginning of a reason: why such a case may be left out
     "this machine has no second Python": "those that others have tell; the wheel holds no code for one",
     "threads are listed by Linux only": "whose threads work is the same code on every system",
 }
+
+@contextlib.contextmanager
+def _forward_mode_elsewhere():
+    import torch
+
+    inside, done = threading.Event(), threading.Event()
+
+    def differentiates():
+        with torch.autograd.forward_ad.dual_level():
+            inside.set()
+            done.wait(60)
+
+    other = threading.Thread(target=differentiates)
+    other.start()
+    inside.wait(60)
+    try:
+        yield
+    finally:
+        done.set()
+        other.join()
+
+
+@pytest.fixture
+def forward_mode_elsewhere():
+    """`with forward_mode_elsewhere():` another thread is in forward mode, whose levels torch counts
+    for all threads together."""
+    return _forward_mode_elsewhere
+
 
 @pytest.fixture
 def one_thread():

@@ -59,27 +59,13 @@ def test_forward_mode_over_backward_is_not_lost(options):
         torch.testing.assert_close(a, b)
 
 
-def test_another_threads_forward_mode_changes_nothing():
-    """torch counts the levels of forward AD for all threads together."""
+def test_another_threads_forward_mode_changes_nothing(forward_mode_elsewhere):
     q, k, v = leaves()
     exact = torch.autograd.grad(plain(q, k, v).square().sum(), (q, k, v))
-    inside, done = threading.Event(), threading.Event()
-
-    def differentiates():
-        with forward_ad.dual_level():
-            inside.set()
-            done.wait(60)
-
-    other = threading.Thread(target=differentiates)
-    other.start()
-    inside.wait(60)
-    try:
+    with forward_mode_elsewhere():
         for options in ({}, {"window": (9, 9)}):
             out = attention(q, k, v, **options)
             torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), exact)
-    finally:
-        done.set()
-        other.join()
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (2, 2)}])
