@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.utils._device import DeviceContext
 
 from . import torch as _orchard_torch
-from ._library import LayoutError, UnsupportedError
+from ._library import LayoutError, OrchardError, UnsupportedError
 from ._locks import ProcessLock
 from .torch import mps_attention as _mps_attention
 from .torch import onlookers as _onlookers
@@ -39,6 +39,9 @@ try:
     from torch.nn.attention.bias import CausalBias, CausalVariant
 except ImportError:  # a torch without biases has none to be confused by
     CausalBias = CausalVariant = None  # type: ignore[assignment,misc]
+
+if "_handles" in globals():  # importlib.reload: what is replaced are this module's objects so far
+    disable()  # noqa: F821
 
 NAME = "scaled_dot_product_attention"
 BUILTIN: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
@@ -91,9 +94,9 @@ def _why_not_mask(mask: Any, query: torch.Tensor, key: torch.Tensor, is_causal: 
         return "attn_mask together with is_causal, which torch refuses"
     if mask.is_nested or mask.layout is not torch.strided or mask.device != query.device:
         return "an attn_mask that is nested, not strided or on another device"
-    if mask.dtype is not torch.bool and mask.dtype is not query.dtype and not (
-            mask.is_floating_point() and (autocast or mask.dtype is torch.float32)
-            and torch.float64 not in (query.dtype, mask.dtype)):
+    # float32 suits all; with a float64 query torch 2.13's own flash kernel would misread it.
+    if mask.dtype not in (torch.bool, query.dtype, torch.float32) and not (
+            autocast and mask.dtype in (torch.float16, torch.bfloat16)):
         return "an attn_mask of a dtype that does not fit the query"
     full = (*query.shape[:-1], key.shape[-2])
     rank = mask.dim()
@@ -155,7 +158,8 @@ def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout_p: Any, is_cau
 # ---- The function in its place -------------------------------------------------------------------
 
 _on = False
-_original: Callable[..., torch.Tensor] = BUILTIN
+_original: Callable[..., torch.Tensor] = BUILTIN  # what stood in the place, and will again
+_beneath: Callable[..., torch.Tensor] = BUILTIN  # the same, without others' wrappers around ours
 _counts: Dict[str, int] = {}
 _counts_lock = ProcessLock()
 
@@ -175,14 +179,13 @@ def _serve(query, *arguments, **options):
         _count(SERVED)  # before: a checkpoint's recomputation ends inside the call
         try:
             return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
-        except LayoutError:
+        except OrchardError:
             _count(SERVED, -1)
             raise
     _mps_attention.last.refusal = None
-    try:
-        return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
-    finally:
-        _count(_mps_attention.last.refusal or SERVED)
+    made = _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
+    _count(_mps_attention.last.refusal or SERVED)
+    return made
 
 
 def _grouped(enable_gqa: bool) -> Dict[str, bool]:
@@ -190,21 +193,23 @@ def _grouped(enable_gqa: bool) -> Dict[str, bool]:
     return {"enable_gqa": enable_gqa} if enable_gqa else {}
 
 
-_passing = threading.local()  # .on while the original is asked
+_passing = threading.local()  # .depth: how often the original is being asked
 
 
 def _pass_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     """The original's answer. It may be somebody's wrapper around this very function, made while the
-    switch was on: the call comes back then, and torch's built-in answers."""
-    if _original is BUILTIN or getattr(_passing, "on", False):
+    switch was on: the call comes back then, and what lies beneath answers."""
+    depth = getattr(_passing, "depth", 0)
+    wanted = _original if _on and not depth else _beneath if depth < 2 else BUILTIN
+    if wanted is BUILTIN:
         return BUILTIN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                        **_grouped(enable_gqa))
-    _passing.on = True
+    _passing.depth = depth + 1
     try:
-        return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                         **_grouped(enable_gqa))
+        return wanted(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                      **_grouped(enable_gqa))
     finally:
-        _passing.on = False
+        _passing.depth = depth
 
 
 def _with_causal_bias(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa):
@@ -241,7 +246,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
             return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         except LayoutError:  # which looking at every address beforehand would cost every call
             refusal = "a tensor that is not aligned to its elements"
-    if not _onlookers.compiling() and not getattr(_passing, "on", False):
+    if not _onlookers.compiling() and not getattr(_passing, "depth", 0):
         _count(refusal)
     return _pass_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -303,10 +308,38 @@ def _causal_bias_function(cls, func, types, args=(), kwargs=None):
     return _bias_before.__func__(cls, func, types, args, kwargs)
 
 
+def _held(wrapper: Any) -> Iterator[Any]:
+    """What a wrapper may call: by its closure, as a partial, a method, or one of its attributes."""
+    for cell in getattr(wrapper, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # empty
+            pass
+    for name in ("__wrapped__", "__func__", "__self__", "func"):
+        yield getattr(wrapper, name, None)
+    yield from list(getattr(wrapper, "__dict__", {}).values())
+
+
+def _leads_here(function: Any) -> bool:
+    """Whether it is a wrapper around ours, made while the switch was on."""
+    seen: Dict[int, Any] = {}
+    left = [function]
+    while left and len(seen) < 1000:
+        one = left.pop()
+        if one is scaled_dot_product_attention:
+            return True
+        if id(one) not in seen and not isinstance(one, (type, types.ModuleType, torch.Tensor)):
+            seen[id(one)] = one
+            left += _held(one)
+    return False
+
+
 def _turn_on() -> None:
-    global _on, _original, _bias_before, _fastpath_before
+    global _on, _original, _beneath, _bias_before, _fastpath_before
     present = F.scaled_dot_product_attention
-    _original = BUILTIN if present is scaled_dot_product_attention else present
+    _original = _beneath if present is scaled_dot_product_attention else present
+    if not _leads_here(present):
+        _beneath = present
     F.scaled_dot_product_attention = scaled_dot_product_attention
     if CausalBias is not None:
         _bias_before = vars(CausalBias)["__torch_function__"]

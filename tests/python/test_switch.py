@@ -3,8 +3,11 @@
 Values are compared with torch's own function, reached past the switch as THE.torch.
 """
 
+import functools
 import math
 import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as imported_earlier
 
-from orchard import OrchardError, switch
+from orchard import OrchardError, UnsupportedError, switch
 
 
 # ---- On and off ----------------------------------------------------------------------------------
@@ -151,6 +154,86 @@ def test_somebodys_wrapper_around_the_switch_does_not_turn_in_circles():
             pass
 
 
+class Doubled:
+    """Another's patch, as an object."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return 2 * self.function(*args, **kwargs)
+
+
+WRAPPERS = {
+    "closure": lambda f: lambda *args, **kwargs: 2 * f(*args, **kwargs),
+    "object": Doubled,
+    "method": lambda f: Doubled(f).__call__,
+    "partial": lambda f: functools.partial(Doubled(f)),
+    "wraps": lambda f: functools.wraps(f)(lambda *args, **kwargs: 2 * f(*args, **kwargs)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_made_while_on_acts_once(name):
+    q = torch.randn(1, 2, 4, 8)
+    theirs = 2 * THE.torch(q, q, q)
+    try:
+        with switch.enable():
+            F.scaled_dot_product_attention = WRAPPERS[name](F.scaled_dot_product_attention)
+        for _ in range(3):
+            assert torch.equal(F.scaled_dot_product_attention(q, q, q), theirs)
+            with switch.enable():
+                pass
+    finally:
+        F.scaled_dot_product_attention = THE.torch
+        with switch.enable():
+            pass
+
+
+def test_a_patch_made_before_outlives_one_that_puts_the_switch_back():
+    q = torch.randn(1, 2, 4, 8)
+    first = WRAPPERS["closure"](THE.torch)
+    F.scaled_dot_product_attention = first
+    try:
+        with switch.enable():
+            ours = F.scaled_dot_product_attention
+            F.scaled_dot_product_attention = WRAPPERS["closure"](ours)
+        F.scaled_dot_product_attention = ours  # what it found there, but the switch is off now
+        for _ in range(2):
+            assert torch.equal(F.scaled_dot_product_attention(q, q, q), 2 * THE.torch(q, q, q))
+            with switch.enable():
+                pass
+            assert F.scaled_dot_product_attention is first
+    finally:
+        F.scaled_dot_product_attention = THE.torch
+        with switch.enable():
+            pass
+
+
+def test_calls_that_raise_were_not_served(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise UnsupportedError("attention: ORCHARD_BACKEND=metal, which is not here")
+    monkeypatch.setattr(switch._orchard_torch, "scaled_dot_product_attention", refuse)
+    with switch.enable(), pytest.raises(UnsupportedError):
+        F.scaled_dot_product_attention(*qkv(1, 1, 5, 4))
+    assert switch.counts() == {}
+
+
+def test_reloaded_while_on():
+    code = ("import importlib, torch, torch.nn.functional as F, orchard.switch as switch\n"
+            "from torch.nn.attention.bias import causal_lower_right\n"
+            "q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)\n"
+            "switch.enable(); importlib.reload(switch)\n"
+            "assert F.scaled_dot_product_attention is switch.BUILTIN\n"
+            "assert torch.backends.mha.get_fastpath_enabled()\n"
+            "expected = F.scaled_dot_product_attention(q, k, k, causal_lower_right(4, 6))\n"
+            "with switch.enable():\n"
+            "    found = F.scaled_dot_product_attention(q, k, k, causal_lower_right(4, 6))\n"
+            "assert switch.counts() == {switch.SERVED: 1}\n"
+            "torch.testing.assert_close(found, expected)\n")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_patch_made_before_is_what_calls_pass_to():
     def patch(*args, **kwargs):
         return "patched"
@@ -269,6 +352,21 @@ def test_half_precision(dtype):
     expected, found, counts = both(None, qkv(2, 3, 17, 8, dtype=dtype), is_causal=True)
     assert counts == {switch.SERVED: 1}
     close(expected, found, 0.02)
+
+
+def test_float64_with_a_float32_mask():
+    """Right by torch's math path; its flash kernel misreads the mask."""
+    q, k, v = qkv(1, 2, 5, 8, keys=40, dtype=torch.float64)
+    mask = torch.randn(5, 40, requires_grad=True)
+
+    def attend(q, k, v, mask):
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, mask)
+
+    expected, found, counts = both(attend, [q, k, v, mask])
+    assert counts == {switch.SERVED: 1}
+    close(expected[:4], found[:4], 1e-12)
+    close(expected[4:], found[4:])
 
 
 def test_autocast():

@@ -152,12 +152,13 @@ def ops_of(call):
     with torch.profiler.profile() as record:
         call()
     return {e.key for e in record.key_averages()
-            if e.key in ("orchard::attention_forward",
+            if e.key in ("orchard::attention", "orchard::attention_forward",
                          "aten::_scaled_dot_product_flash_attention_for_cpu",
                          "aten::_scaled_dot_product_attention_math")}
 
 
-OURS, THEIRS = {"orchard::attention_forward"}, {"aten::_scaled_dot_product_flash_attention_for_cpu"}
+OURS = [{"orchard::attention"}, {"orchard::attention_forward"}]  # with a formula, and without
+THEIRS = [{"aten::_scaled_dot_product_flash_attention_for_cpu"}]
 
 
 @pytest.mark.parametrize("start_on", [False, True])
@@ -175,7 +176,7 @@ def test_compiled_before_during_after(start_on):
         handle = switch.enable() if on else None
         out = attend(*tensors)
         close([expected, *gradients], [out, *torch.autograd.grad(out.square().sum(), tensors)])
-        assert ops_of(lambda: attend(*tensors)) == (OURS if on else THEIRS)
+        assert ops_of(lambda: attend(*tensors)) in (OURS if on else THEIRS)
         if handle:
             handle.remove()
     assert not switch.counts()
@@ -193,8 +194,8 @@ def test_compiled_name_imported_earlier_and_dynamic_shapes():
             q, k, v = qkv(2, 3, length, 8)
             m = torch.randn(1, 1, length, length)
             close([THE.torch(q, k, v, m)], [attend(q, k, v, m)])
-        assert ops_of(lambda: attend(q, k, v, m)) == OURS
-    assert ops_of(lambda: attend(q, k, v, m)) == THEIRS
+        assert ops_of(lambda: attend(q, k, v, m)) in OURS
+    assert ops_of(lambda: attend(q, k, v, m)) in THEIRS
 
 
 def test_compiled_sdpa_kernel():
@@ -208,7 +209,7 @@ def test_compiled_sdpa_kernel():
     q, k, v = qkv(2, 3, 7, 8, grad=False)
     with switch.enable():
         close([THE.torch(q, k, v)], [attend(q, k, v)])
-        assert ops_of(lambda: attend(q, k, v)) != OURS
+        assert ops_of(lambda: attend(q, k, v)) not in OURS
 
 
 @pytest.mark.parametrize("start_on", [False, True])
@@ -225,7 +226,7 @@ def test_compiled_layer_before_during_after(start_on):
         out = compiled(x)
         close([expected, *gradients],
               [out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))], 1e-4)
-        assert ops_of(lambda: compiled(x)) == (OURS if on else THEIRS)
+        assert ops_of(lambda: compiled(x)) in (OURS if on else THEIRS)
         if handle:
             handle.remove()
 
@@ -239,7 +240,7 @@ def test_compiled_by_inductor():
         out = compiled(*tensors)
         close([expected, *torch.autograd.grad(expected.sum(), tensors)],
               [out, *torch.autograd.grad(out.sum(), tensors)])
-        assert ops_of(lambda: compiled(*tensors)) == OURS
+        assert ops_of(lambda: compiled(*tensors)) in OURS
 
 
 def test_exported_program_holds_torchs_op():

@@ -58,7 +58,7 @@ def check_same(found, expected):
 def test_an_exported_model_trains(name, strict):
     model, x = Model(**OPTIONS[name]), torch.randn(B, H, T, D, dtype=torch.float64)
     program = torch.export.export(model, (x,), strict=strict)
-    assert ops.exported in {node.target for node in program.graph.nodes}
+    assert ops.differentiable in {node.target for node in program.graph.nodes}
     module = program.module()
     torch.testing.assert_close(module(x), model(x))
     check_same(gradients(module, x), gradients(model, x))
@@ -102,15 +102,15 @@ def test_the_op_itself():
     """As users of the program's graph meet it: checked by torch, differentiable twice, vmapped."""
     q, k, v = (torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     rest = (*(None,) * 8, 0, 0, 0.7, True, False, -1, -1, 0.0, 0.0)
-    torch.library.opcheck(ops.exported, (q, k, v, *rest))
+    torch.library.opcheck(ops.differentiable, (q, k, v, *rest))
 
     def call(*x):
-        return ops.exported(*x, *rest)[0]
+        return ops.differentiable(*x, *rest)[0]
 
     assert torch.autograd.gradcheck(call, (q, k, v))
     assert torch.autograd.gradgradcheck(call, (q, k, v))
     many = torch.randn(3, 1, 2, 3, 4, dtype=torch.float64)
-    found = torch.func.vmap(lambda x: ops.exported(x, k.detach(), v.detach(), *rest)[0])(many)
+    found = torch.func.vmap(lambda x: ops.differentiable(x, k.detach(), v.detach(), *rest)[0])(many)
     for a, x in zip(found, many):
         torch.testing.assert_close(a, call(x, k, v).detach())
 
@@ -153,7 +153,7 @@ def test_forward_mode_is_refused_and_not_lost():
             return attention(y, y, y)
 
     program = torch.export.export(Attention(), (x[0],)).module()
-    op = lambda y: ops.exported(y, y, y, *operands.without_options(None, False))[0]  # noqa: E731
+    op = lambda y: ops.differentiable(y, y, y, *operands.without_options(None, False))[0]  # noqa: E731
     for call in (program, op):
         for refused in (lambda: jvp(call, (x[0],), (dx[0],)), lambda: jacfwd(call)(x[0]),
                         lambda: jvp(vmap(op), (x,), (dx,)),

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from transformers_models import (MODELS, OTHERS, T, both_ways, cache_of, logits, padding, pair,
-                                 same, tokens, watch)
+from transformers_models import (LLAMA, MODELS, OTHERS, T, both_ways, cache_of, logits,
+                                 padding, pair, same, tokens, watch)
 
 import orchard.torch
 import orchard.transformers as orchard_transformers
@@ -492,6 +492,39 @@ def test_doctor_does_not_advise_what_is_not_taken():
     text = "\n".join(orchard_transformers.doctor(model))
     assert "does not follow Transformers' attention interface" in text
     assert "model.set_attn_implementation" not in text
+
+
+def test_doctor_while_the_switch_is_on():
+    eager, ours = pair("llama")
+    model = copy.deepcopy(eager)
+    model.set_attn_implementation("sdpa")
+    with orchard.enable():
+        lines = orchard_transformers.doctor(model)
+        assert lines[:2] == ['LlamaForCausalLM: attn_implementation "sdpa"',
+                             "  calls that orchard.enable() saw: 6 served by Orchard"]
+        assert lines[2].endswith('by orchard.enable(), if at all: its attn_implementation is "sdpa"')
+        lines = orchard_transformers.doctor(ours)
+        assert lines[0].endswith("2 attention layers by Orchard") and lines[1].endswith("none")
+
+
+def test_doctor_leaves_caches_and_frequencies_alone():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config = T.LlamaConfig(**{**LLAMA, "max_position_embeddings": 16}, rope_parameters=rope)
+    torch.manual_seed(3)
+    _, model = both_ways(T.LlamaForCausalLM(config).eval())
+    ids, cache = tokens(1, 10), T.DynamicCache(config=config)
+    before = logits(model, ids)
+    logits(model, ids[:, :6], past_key_values=cache)
+    orchard_transformers.doctor(model, input_ids=ids[:, 6:], past_key_values=cache)
+    assert cache.get_seq_length() == 6
+    orchard_transformers.doctor(model, input_ids=tokens(1, 100))  # dynamic frequencies change
+    assert torch.equal(logits(model, ids), before)
+    same(before[:, 6:], logits(model, ids[:, 6:], past_key_values=cache))
+
+
+def test_doctor_of_what_is_no_model():
+    with pytest.raises(OrchardError, match="doctor is given a Linear, must be a model"):
+        orchard_transformers.doctor(torch.nn.Linear(2, 2))
 
 
 def test_doctor_asks_for_the_inputs_of_other_models():

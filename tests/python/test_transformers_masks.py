@@ -5,6 +5,9 @@ import copy
 import pytest
 import torch
 import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (create_causal_mask, create_sliding_window_causal_mask,
+                                        packed_sequence_mask_function)
 from transformers_models import (LLAMA, MODELS, OTHERS, T, both_ways, logits, padding, pair, same,
                                  tokens)
 
@@ -237,6 +240,62 @@ def test_packed_sequences_with_a_position_bias(rows):
                                        atol=1e-5)
 
 
+PACKED = {  # models whose layers, or some of them, get a mask in memory
+    "llama4": lambda: T.Llama4ForCausalLM(T.Llama4TextConfig(
+        **LLAMA, attention_chunk_size=6, num_local_experts=2, intermediate_size_mlp=48, head_dim=8)),
+    "modernbert": lambda: T.ModernBertForMaskedLM(T.ModernBertConfig(
+        **{**OTHERS, "num_hidden_layers": 4}, local_attention=6, pad_token_id=0)),
+    "doge": lambda: T.DogeForCausalLM(T.DogeConfig(**LLAMA)),
+    "own mask": lambda: T.LlamaForCausalLM(T.LlamaConfig(**LLAMA)),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_with_a_mask_in_memory(name):
+    """What the first sequence holds must not be seen in the others."""
+    torch.manual_seed(3)
+    _, ours = both_ways(PACKED[name]().eval(), vectors=name == "doge")
+    lengths = 5, 7, 9
+    begins = torch.tensor([0, 5, 12, 21], dtype=torch.int32)
+    packing = {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "max_length_q": 9,
+               "max_length_k": 9, "position_ids": torch.cat([*map(torch.arange, lengths)])[None]}
+    if name == "own mask":
+        packing["attention_mask"] = torch.ones(1, 1, 21, 21, dtype=torch.bool).tril()
+    ids = tokens(1, 21)
+    other = torch.cat([tokens(1, 5).flip(1), ids[:, 5:]], 1)
+    made = [logits(ours, x, **packing)[:, 5:] for x in (ids, other)]
+    assert torch.equal(*made)
+    assert not torch.equal(*(logits(ours, x, **packing)[:, :5] for x in (ids, other)))
+    if name != "llama4":  # whose chunks are those of the whole row
+        same(torch.cat([logits(ours, x) for x in ids.split(lengths, 1)], 1)[:, 5:], made[0])
+
+
+def number(*of_tokens):
+    return packed_sequence_mask_function(torch.tensor([of_tokens]))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("overlay", [
+    {"and_mask_function": number(0, 0, 0, 1, 1, 1, 2, 2)},
+    {"and_mask_function": number(0, 0, 1, 1, 0, 0, 1, 1)},  # in several pieces
+    {"or_mask_function": number(0, 0, 0, 1, 1, 1, 2, 2)}])
+def test_masks_made_of_two(overlay, window):
+    """What looks like packed sequences, but need not be."""
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, 2, 8, 8) for _ in range(3))
+    module = torch.nn.Module()
+    results = []
+    for name in ("sdpa", "orchard"):
+        config = T.MistralConfig(sliding_window=window)
+        config._attn_implementation = name
+        make = create_sliding_window_causal_mask if window else create_causal_mask
+        mask = make(config, inputs_embeds=torch.zeros(1, 8, 4), attention_mask=None,
+                    past_key_values=None, position_ids=None, **overlay)
+        attend = sdpa_attention_forward if name == "sdpa" else orchard_transformers.attention
+        results.append(attend(module, q, k, v, mask)[0])
+    same(*results)
+
+
 def test_packing_and_padding_together_are_refused():
     _, ours = pair("mistral")
     starts = torch.tensor([0, 6, 14], dtype=torch.int32)
@@ -251,6 +310,8 @@ def test_refusals():
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(OrchardError, match="paged cache"):
         orchard_transformers.attention(module, q, q, q, None, cache=object())
+    with pytest.raises(OrchardError, match="one came without the other"):
+        orchard_transformers.attention(module, q, q, q, None, cu_seq_lens_k=torch.tensor([0, 4]))
     with pytest.raises(OrchardError, match="2 dimensions"):
         orchard_transformers.attention(module, q, q, q, torch.ones(1, 4))
     two = torch.cat([q, q])

@@ -2,7 +2,7 @@
 
 Four classes, because torch wants it so:
   AttentionPlain     without options, by the ops made for that: for eager calls, fastest;
-  AttentionFast      keeps what backward needs in `forward`: fast, compiles everywhere;
+  AttentionFast      keeps what backward needs in `forward`: for other eager calls, fast;
   Attention          the same with a separate `setup_context`, which torch.func's transforms demand,
                      and with a forward-mode derivative, by the explicit formula (explicit.py);
   AttentionBackward  makes backward itself differentiable (create_graph=True): its own backward
@@ -56,7 +56,7 @@ def gradients(needs: int, dout, dlse, out, lse, tensors, options):
         dout = out.new_zeros(()).expand(out.shape)
     if forward or (torch.is_grad_enabled() and _grads_batched(dout, dlse)):
         q, k, v, bias, _, _, sinks = tensors[:7]
-        with torch.autocast(q.device.type, enabled=False):
+        with explicit.no_autocast(q):
             made = explicit.gradients(tensors, options, dout, dlse, q, k, v, bias, sinks)
     elif torch.is_grad_enabled():
         made = AttentionBackward.apply(needs, dout, dlse, out, lse, *tensors, *options)
@@ -108,7 +108,7 @@ class AttentionFast(torch.autograd.Function):
     @classmethod
     def apply(cls, q, k, v, bias, sinks, others, options, with_lse):
         """Function.apply without its questions, to which function.py knows the answers: they cost
-        as much as its checks. torch.compile never runs this: it goes by the method's name."""
+        as much as its checks."""
         if _unwrap_if_dead is None:
             return super().apply(q, k, v, bias, sinks, others, options, with_lse)
         # A tensor that outlived its transform of torch.func hides the one that has a history.
@@ -128,7 +128,7 @@ class AttentionFast(torch.autograd.Function):
         return (out, lse) if with_lse else out
 
     @staticmethod
-    def backward(ctx, dout, dlse=None):  # and no jvp: a class that has one cannot be compiled
+    def backward(ctx, dout, dlse=None):
         q, k, v, bias, sinks, _, _, _ = ctx.needs_input_grad
         needs = q | k << 1 | v << 2 | bias << 3 | sinks << 4
         out, lse, *tensors = ctx.saved_tensors

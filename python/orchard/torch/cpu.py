@@ -120,8 +120,8 @@ def register(library: torch.library.Library) -> None:
     global _c
     _c = _open()
     if _c is None:
-        for name, kernel in (("attention_forward", forward), ("attention_backward", backward),
-                             ("_plain_forward", plain_forward),
+        for name, kernel in (("attention_forward", forward), ("attention", forward),
+                             ("attention_backward", backward), ("_plain_forward", plain_forward),
                              ("_plain_backward", plain_backward)):
             library.impl(name, kernel, "CPU")
 

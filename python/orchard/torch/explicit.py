@@ -8,9 +8,12 @@ sums are in fp32 (fp64 for fp64), as in the kernels. Packed sequences are padded
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Sequence, Tuple, Union
+from contextlib import nullcontext
+from typing import Callable, ContextManager, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
+
+from .onlookers import functorch_active
 
 Maybe = Optional[torch.Tensor]
 
@@ -38,7 +41,7 @@ def _multiply(a: int, b: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     return rest >> 16, ((rest & 0xFFFF) << 16) | (part & 0xFFFF)
 
 
-def philox(seed: int, rows: torch.Tensor, queries: torch.Tensor,
+def philox(seed: torch.Tensor, rows: torch.Tensor, queries: torch.Tensor,
            keys: torch.Tensor) -> torch.Tensor:
     """The word of Philox4x32-10 that attention.h gives to (row = b*H + h, query, key)."""
     low = 0xFFFFFFFF
@@ -59,7 +62,7 @@ def keep(seed: torch.Tensor, dropout: float, batch: int, heads: int, length_t: i
     exact in every operation."""
     rows = torch.arange(batch * heads, device="cpu").view(batch, heads, 1, 1)
     queries = torch.arange(length_t, device="cpu").view(-1, 1)
-    words = philox(int(seed), rows, queries, torch.arange(length_s, device="cpu"))
+    words = philox(seed, rows, queries, torch.arange(length_s, device="cpu"))
     return words >= int(dropout * 2.0 ** 32 + 0.5)
 
 
@@ -160,9 +163,9 @@ def _scene(q, k, tensors, lengths_t, lengths_s, options, dtype) -> Scene:
     if options.causal:
         seen = seen & (keys <= at)
     if options.window_left >= 0:
-        seen = seen & (keys >= at - options.window_left)
+        seen = seen & (at - keys <= options.window_left)  # no sum: it may be 2^63 - 1
     if options.window_right >= 0:
-        seen = seen & (keys <= at + options.window_right)
+        seen = seen & (keys - at <= options.window_right)
     if lengths_s is not None:
         seen = seen & (keys < lengths_s.view(-1, 1, 1, 1))
     if mask is not None:
@@ -209,6 +212,16 @@ class Laid(NamedTuple):
         """bool, broadcasts to [B,H,T,S]: the pairs that count."""
         return not_left_out(self.scene.seen, self.bias)
 
+    def blind(self) -> torch.Tensor:
+        """bool, broadcasts to [B,H,T,1]: the queries that see no key; they may hold anything."""
+        return ~self.shown().any(-1, keepdim=True)
+
+
+def no_autocast(operand: torch.Tensor) -> ContextManager:
+    """The formula's sums are in the precision that it says."""
+    device = operand.device.type
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+
 
 def _sums(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -233,7 +246,7 @@ def _lay(tensors, options: Options, q, k, v, bias, sinks) -> Laid:
     scene = _scene(q, k, tensors, lengths_t, lengths_s, options, dtype)
     laid = Laid(scene, packing_t, packing_s, q, k, v, _wide(bias, dtype), _wide(sinks, dtype))
     k, v = hide(laid.shown(), k, v)
-    return laid._replace(k=k, v=v)
+    return laid._replace(q=torch.where(laid.blind(), 0, q), k=k, v=v)
 
 
 class Softmax(NamedTuple):
@@ -276,7 +289,7 @@ def _softmax(laid: Laid, k: torch.Tensor) -> Softmax:
 def forward(tensors: Sequence[Maybe], options: Sequence) -> Tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of attention_forward, differentiable by PyTorch; the arguments of its schema."""
     q, k, v = tensors[:3]
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         laid = _lay(tensors, Options(*options), q, k, v, tensors[3], tensors[6])
         k, v = laid.repeated()
         made = _softmax(laid, k)
@@ -292,7 +305,7 @@ def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, 
     """(dout, dlse): how out and lse change with q, k, v, bias and sinks, to first order; None: that
     one does not change. Differentiable by PyTorch as `forward` is."""
     q = tensors[0]
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         laid = _lay(tensors, Options(*options), *tensors[:4], tensors[6])
         scene, dtype, shown = laid.scene, laid.q.dtype, laid.shown()
         k, v = laid.repeated()
@@ -331,9 +344,8 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     among `tensors`, or what a transform has put in their places."""
     laid = _lay(tensors, Options(*options), q, k, v, bias, sinks)
     scene = laid.scene
-    dout, dlse = (None if x is None else x.to(_sums(q)) for x in (dout, dlse))
-    if laid.packing_t is not None:
-        dout, dlse = (None if x is None else laid.packing_t.pad(x) for x in (dout, dlse))
+    dout, dlse = (_wide(x, laid.q.dtype, laid.packing_t) for x in (dout, dlse))
+    dout = torch.where(laid.blind(), 0, dout)
     k_, v_ = laid.repeated()
     weight, slope, sink, _ = _softmax(laid, k_)
     inner, kept = dout @ v_.mT, weight
@@ -354,13 +366,26 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dbias, dsinks
 
 
+def _pull(function: Callable[..., Tuple[torch.Tensor, ...]], at: Sequence[torch.Tensor],
+          cotangents: Tuple[torch.Tensor, ...]) -> Tuple[torch.Tensor, ...]:
+    """The vector-Jacobian product of a function, differentiable if gradients are being recorded."""
+    if functorch_active():
+        return torch.func.vjp(function, *at)[1](cotangents)
+    # torch.func would refuse where hooks for saved tensors are set (save_on_cpu, checkpoints).
+    record = torch.is_grad_enabled()
+    with torch.enable_grad():
+        at = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in at]
+        return torch.autograd.grad(function(*at), at, cotangents, create_graph=record,
+                                   materialize_grads=True)
+
+
 def backward(needs: int, cotangents: Sequence[Maybe], dout: torch.Tensor, dlse: Maybe,
              tensors: Sequence[Maybe], options: Sequence) -> Tuple[Maybe, ...]:
     """Given d/d(dq ... dsinks), the derivatives by dout, dlse, q, k, v, bias and sinks."""
     inputs = (dout, dlse, tensors[0], tensors[1], tensors[2], tensors[3], tensors[6])
     present = [i for i, x in enumerate(inputs) if x is not None]
     wanted = [i for i in range(5) if needs >> i & 1 and cotangents[i] is not None]
-    if not wanted or not all(x.numel() for x in tensors[:3]):
+    if not wanted:
         return tuple(None if x is None else torch.zeros_like(x) for x in inputs)
 
     def of(*given):
@@ -370,9 +395,8 @@ def backward(needs: int, cotangents: Sequence[Maybe], dout: torch.Tensor, dlse: 
         made = gradients(tensors, options, *full)
         return tuple(made[i] for i in wanted)
 
-    with torch.autocast(dout.device.type, enabled=False):
-        _, pull = torch.func.vjp(of, *[inputs[i] for i in present])
-        found = pull(tuple(cotangents[i] for i in wanted))
+    with no_autocast(dout):
+        found = _pull(of, [inputs[i] for i in present], tuple(cotangents[i] for i in wanted))
     result: list = [None] * len(inputs)
     for i, x in zip(present, found):
         result[i] = x

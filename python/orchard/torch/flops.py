@@ -16,7 +16,7 @@ def _products(q, k, v) -> tuple:
     return rows * size, rows * v[3]
 
 
-@register_flop_formula([ops.forward.overloadpacket, ops.exported.overloadpacket])
+@register_flop_formula([ops.forward.overloadpacket, ops.differentiable.overloadpacket])
 def _forward(q, k, v, *args, out_shape=None, **kwargs) -> int:
     return sum(_products(q, k, v))
 

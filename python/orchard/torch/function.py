@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._library import ArgumentError, DtypeError, OrchardError, ShapeError, UnsupportedError
-from . import autograd, cpu, mps_attention, onlookers, ops, outputs
+from . import autograd, cpu, explicit, mps_attention, onlookers, operands, ops, outputs
 from .onlookers import any_onlooker
 
 NUMBER = (int, float, torch.SymInt, torch.SymFloat)
@@ -221,28 +221,30 @@ def _transformed() -> bool:
     return found
 
 
-def _distinct(*tensors: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-    """In compiled code a Function refuses to be given one tensor twice: views of it will do."""
-    if not onlookers.compiling():
-        return tensors
-    return tuple(x if x is None or all(x is not y for y in tensors[:i]) else x.view_as(x)
-                 for i, x in enumerate(tensors))
+def _unrecorded(arguments: tuple) -> Tuple[Tensor, Tensor]:
+    """(out, lse) under no_grad within torch.func's transforms. A Function would be recorded all the
+    same by all but the innermost; tangents no_grad does not stop."""
+    if onlookers.forward_mode():
+        return explicit.forward(arguments[:operands.TENSORS], arguments[operands.TENSORS:])
+    return ops.forward(*arguments)
 
 
 def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
               *rest) -> Tuple[Tensor, Optional[Tensor]]:
-    """(out, lse) for arguments in the order of the op's schema, by the right Function."""
+    """(out, lse) for arguments in the order of the op's schema, by the right Function or op."""
     if _transformed():
-        return autograd.Attention.apply(q, k, v, bias, mask, alibi, sinks, *rest)
-    if onlookers.kept():
-        return ops.exported(q, k, v, bias, mask, alibi, sinks, *rest)
+        arguments = q, k, v, bias, mask, alibi, sinks, *rest
+        if onlookers.functorch_active() and not torch.is_grad_enabled():
+            return _unrecorded(arguments)
+        return autograd.Attention.apply(*arguments)
     needs = outputs.needed(q, k, v, bias, sinks) if torch.is_grad_enabled() else 0
+    if onlookers.kept() or (needs and onlookers.compiling()):
+        return ops.differentiable(q, k, v, bias, mask, alibi, sinks, *rest)
     if mps_attention.asks(q):
         made = mps_attention.instead(with_lse, needs, q, k, v, bias, mask, alibi, sinks, *rest)
         if made is not None:
             return made
     if needs:
-        q, k, v, bias, sinks = _distinct(q, k, v, bias, sinks)
         made = autograd.AttentionFast.apply(q, k, v, bias, sinks, (mask, alibi, *rest[:4]),
                                             rest[4:], with_lse)
         return made if with_lse else (made, None)

@@ -96,9 +96,9 @@ def _visible(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str,
     if options.get("causal"):
         conditions.append(j <= position)
     if options.get("has_window") and options["window_left"] >= 0:
-        conditions.append(j >= position - options["window_left"])
+        conditions.append(position - j <= options["window_left"])  # no sum: it may be 2^63 - 1
     if options.get("has_window") and options["window_right"] >= 0:
-        conditions.append(j <= position + options["window_right"])
+        conditions.append(j - position <= options["window_right"])
     for condition in conditions:
         seen = condition if seen is None else seen & condition
     return seen, (position - j).abs()
@@ -218,7 +218,7 @@ def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: 
     inputs = [by_name[name] for name in GRADIENTS_OF]
     made = new_gradients(needs, *inputs)
     if all(x.numel() for x in inputs[:3]):
-        with torch.autocast(dout.device.type, enabled=False):
+        with explicit.no_autocast(dout):
             found = explicit.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse,
                                        *inputs)
     else:

@@ -35,10 +35,11 @@ library.define(f"attention_backward(int needs, Tensor dout, Tensor? dlse, Tensor
 forward = torch.ops.orchard.attention_forward.default
 backward = torch.ops.orchard.attention_backward.default
 
-# attention_forward with a formula for autograd (autograd.py), for exported programs: they keep ops
-# and lose Functions, and their gradients with them. Elsewhere it would cost 10 us a call.
+# attention_forward with a formula for autograd (autograd.py), for what is exported or compiled. Of
+# a Function torch.export loses the gradients, and torch.compile the check that nobody changed in
+# place what backward needs, and second order. For eager calls it would cost 10 us more.
 library.define(f"attention({ATTENTION}) -> (Tensor out, Tensor lse)", tags=_TAGS)
-exported = torch.ops.orchard.attention.default
+differentiable = torch.ops.orchard.attention.default
 
 # The same without options, CPU tensors only: so many absent arguments cost torch more than a call
 # of a few microseconds should. For eager calls; no compiler, mode or transform ever sees these.
@@ -93,7 +94,7 @@ def refuse_tangents(to: torch.library.Library, op: torch._ops.OpOverload) -> Non
     to.impl(op._schema.name.split("::")[1], kernel, "ADInplaceOrView", with_keyset=True)
 
 
-refuse_tangents(library, exported)
+refuse_tangents(library, differentiable)
 
 
 # ---- Fakes: shapes and strides without memory ----------------------------------------------------
@@ -125,8 +126,8 @@ def _forward_vmap(info, in_dims, *args):
 
 
 @torch.library.register_vmap("orchard::attention", lib=library)
-def _exported_vmap(info, in_dims, *args):
-    return batching.map_forward(exported, info.batch_size, in_dims, args)
+def _differentiable_vmap(info, in_dims, *args):
+    return batching.map_forward(differentiable, info.batch_size, in_dims, args)
 
 
 @torch.library.register_vmap("orchard::attention_backward", lib=library)

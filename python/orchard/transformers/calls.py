@@ -89,23 +89,28 @@ def _check_unpadded(options: Dict[str, Any], keys: int) -> None:
                             "packed batch has none, so leave attention_mask out")
 
 
-def _chosen(given: Optional[Tensor], indices: Tensor, keys: int, crop: int) -> Tensor:
-    """A mask that leaves each query the keys of `indices` [B,T,n], that sparse attention chose."""
-    seen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
-    seen = seen.scatter(-1, indices.long(), True)[:, None, :, :crop]
+def _limited(given: Optional[Tensor], seen: Tensor) -> Tensor:
+    """A mask that leaves no more than `seen`."""
     if given is None:
         return seen
     return given & seen if given.dtype == torch.bool else given.masked_fill(~seen, float("-inf"))
 
 
+def _chosen(given: Optional[Tensor], indices: Tensor, keys: int, crop: int) -> Tensor:
+    """A mask that leaves each query the keys of `indices` [B,T,n], that sparse attention chose."""
+    seen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
+    return _limited(given, seen.scatter(-1, indices.long(), True)[:, None, :, :crop])
+
+
 def _one_sequence(options: Dict[str, Any], rows: int, length: int, keys: int) -> Tensor:
-    """For packed sequences with a position bias, whose numbers are those of the whole row: which
-    token may see which, [B,1,T,T], in place of the sequences' beginnings."""
+    """For packed sequences with a position bias or a mask, whose numbers are those of the whole
+    row: which token may see which, [B,1,T,T], in place of the sequences' beginnings."""
     begins, others = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k")
     del options["max_seqlen_q"], options["max_seqlen_k"]
     if keys != length or not (others is begins or torch.equal(begins, others)):
-        raise UnsupportedError("orchard.transformers: packed sequences with a position bias, whose "
-                               'queries and keys are not the same tokens; use "sdpa"')
+        raise UnsupportedError("orchard.transformers: packed sequences with a position bias or a "
+                               "mask of this model's own, whose queries and keys are not the same "
+                               'tokens; use "sdpa"')
     places = torch.arange(rows * length, device=begins.device)
     number = torch.bucketize(places, begins, right=True).view(rows, 1, length)
     return number[..., :, None] == number[..., None, :]
@@ -143,8 +148,12 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         causal = is_description(attention_mask)
     else:
         causal = _causal_without_mask(module) if is_causal is None else is_causal
-    if cu_seq_lens_q is not None and (attention_mask is None or causal):
-        _check_unpadded(options, keys)
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise ArgumentError("orchard.transformers: of cu_seq_lens_q and cu_seq_lens_k one came "
+                            "without the other")
+    if cu_seq_lens_q is not None:
+        if attention_mask is None or causal:
+            _check_unpadded(options, keys)
         options.update(cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k,
                        max_seqlen_q=length if max_length_q is None else max_length_q,
                        max_seqlen_k=keys if max_length_k is None else max_length_k)
@@ -161,8 +170,8 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         given = _chosen(given, indices, keys, crop)
     if given is not None and given.dtype != torch.bool and position_bias is not None:
         options["bias"], given = position_bias + given, None  # both additive
-    if "cu_seqlens_q" in options and position_bias is not None:
-        given = _one_sequence(options, query.shape[0], length, keys)
+    if "cu_seqlens_q" in options and (position_bias is not None or given is not None):
+        given = _limited(given, _one_sequence(options, query.shape[0], length, keys))
     if "cu_seqlens_q" in options:
         call = (_rows(query), _rows(key), _rows(value))
     else:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional
+import contextlib
+import copy
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 
+from .. import switch
 from .._library import ArgumentError, OrchardError
 from .._locks import ProcessLock
-from .interfaces import NAME
+from .interfaces import NAME, Cache, PreTrainedConfig
 from .listening import Call, listen
 from .stance import compile_off
 
@@ -36,16 +39,27 @@ def _probes(model: Any) -> Dict[str, Dict[str, Tensor]]:
 _lock = ProcessLock()
 
 
-def _calls(model: Any, inputs: Dict[str, Any]) -> List[Call]:
-    training = {module: module.training for module in model.modules()}
+@contextlib.contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Puts back what a forward leaves behind in modules: modes, lengths, rotary frequencies."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
-        model.eval()
-        with torch.no_grad(), compile_off(), listen() as calls:  # compiled calls would be unheard
-            model(**inputs)
-        return calls
+        yield
     finally:
-        for module, was in training.items():
-            module.training = was
+        for module, attributes, buffers in before:
+            for now, was in ((vars(module), attributes), (module._buffers, buffers)):
+                for name in now.keys() - was.keys():
+                    del now[name]
+                now.update(was)
+
+
+def _calls(model: Any, inputs: Dict[str, Any]) -> List[Call]:
+    # A forward appends to caches.
+    inputs = {name: copy.deepcopy(x) if isinstance(x, Cache) else x for name, x in inputs.items()}
+    # Compiled calls would be unheard.
+    with _unchanged(model), torch.no_grad(), compile_off(), listen() as calls:
+        model.eval()(**inputs)
+        return calls
 
 
 def _silent(name: str, module: torch.nn.Module, heard: set) -> Optional[str]:
@@ -58,7 +72,18 @@ def _silent(name: str, module: torch.nn.Module, heard: set) -> Optional[str]:
         return None
     if chosen == NAME:
         return "not Orchard: this layer computes its attention itself, or was not reached"
+    if switch.active():
+        return f'by orchard.enable(), if at all: its attn_implementation is "{chosen}"'
     return f'not Orchard: its attn_implementation is "{chosen}"'
+
+
+def _switched(before: Dict[str, int]) -> str:
+    """What orchard.enable() did with the calls since; "" if it is off."""
+    if not switch.active():
+        return ""
+    made = {what: count - before.get(what, 0) for what, count in switch.counts().items()}
+    words = [f"{count} {what}" for what, count in made.items() if count]
+    return "  calls that orchard.enable() saw: " + (", ".join(words) or "none")
 
 
 def _advice(model: Any, chosen: Optional[str]) -> str:
@@ -78,10 +103,14 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
     Runs the model forward without gradients: on `inputs` (input_ids=..., attention_mask=...), or on
     two sentences of 16 tokens without padding, padded on the right, padded on the left.
     """
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise ArgumentError(f"orchard.transformers: doctor is given a {type(model).__name__}, must "
+                            "be a model of Transformers")
     chosen = getattr(model.config, "_attn_implementation", None)
     probes = {"your inputs": inputs} if inputs else _probes(model)
     try:
         with _lock.here():
+            counted = switch.counts()
             calls = {name: _calls(model, given) for name, given in probes.items()}
     except Exception as why:
         if inputs or isinstance(why, OrchardError):
@@ -95,9 +124,12 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
         for call in heard:
             layers.setdefault(call.module, {}).setdefault(probe, []).append(call)
             names.setdefault(call.module, f"a hidden {type(call.module).__name__}")
-    lines = [f'{type(model).__name__}: attn_implementation "{chosen}", {len(layers)} attention '
-             f"layers by Orchard"]
-    if not layers:
+    switched = _switched(counted)
+    found = "" if switched and not layers else f", {len(layers)} attention layers by Orchard"
+    lines = [f'{type(model).__name__}: attn_implementation "{chosen}"{found}']
+    if switched:
+        lines.append(switched)
+    elif not layers:
         lines.append("  no layer calls Orchard: " + _advice(model, chosen))
     width = max(len(probe) for probe in probes)
     for module, name in names.items():

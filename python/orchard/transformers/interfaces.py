@@ -8,8 +8,11 @@ import inspect
 try:
     from transformers import (AttentionInterface as AttentionInterface,
                               AttentionMaskInterface as AttentionMaskInterface,
+                              Cache as Cache,
+                              PreTrainedConfig as PreTrainedConfig,
                               PreTrainedModel as PreTrainedModel)
     from transformers.masking_utils import (
+        and_masks as and_masks,
         bidirectional_mask_function as bidirectional_mask_function,
         causal_mask_function as causal_mask_function,
         eager_mask as eager_mask,

@@ -7,15 +7,15 @@ import inspect
 import re
 import sys
 import warnings
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 
 from .._library import ArgumentError
 from ..torch import onlookers
 from .forms import describe, no_values
-from .interfaces import (PreTrainedModel, bidirectional_mask_function, causal_mask_function,
-                         eager_mask, is_tracing, sdpa_mask)
+from .interfaces import (PreTrainedModel, and_masks, bidirectional_mask_function,
+                         causal_mask_function, eager_mask, is_tracing, sdpa_mask)
 from .listening import made
 
 Tensor = torch.Tensor
@@ -29,20 +29,30 @@ def _cell(function: Any, name: str) -> Any:
     return cells[code.co_freevars.index(name)].cell_contents
 
 
-def _packed(mask_function: Any, window: int) -> Optional[Tensor]:
-    """The sequence number of each token, if the mask is causal (and window) within sequences."""
+_AND = and_masks(causal_mask_function).__code__
+
+
+def _both(mask_function: Any) -> Tuple[Any, Any]:
+    """The two masks that both must hold, if it is one made of two."""
     parts = _cell(mask_function, "mask_functions")
-    if not isinstance(parts, tuple) or len(parts) != 2:
-        return None
-    base, overlay = parts
+    if getattr(mask_function, "__code__", None) is _AND and len(parts) == 2:
+        return parts
+    return None, None
+
+
+def _packed(mask_function: Any, window: int) -> Optional[Tensor]:
+    """The sequence number of each token, if the mask is causal (and window) within sequences and
+    each of them is in one piece."""
+    base, overlay = _both(mask_function)
     if window:
-        inside = _cell(base, "mask_functions")
-        plain = (isinstance(inside, tuple) and len(inside) == 2
-                 and _cell(inside[0], "sliding_window") == window
-                 and inside[1] is causal_mask_function)
+        limit, inside = _both(base)
+        plain = _cell(limit, "sliding_window") == window and inside is causal_mask_function
     else:
         plain = base is causal_mask_function
-    return _cell(overlay, "packed_sequence_mask") if plain else None
+    numbers = _cell(overlay, "packed_sequence_mask") if plain else None
+    if numbers is None or bool((numbers[:, 1:] < numbers[:, :-1]).any()):
+        return None
+    return numbers
 
 
 def _mapped(tensor: Optional[Tensor]) -> bool:

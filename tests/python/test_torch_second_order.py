@@ -1,0 +1,181 @@
+"""Gradients of gradients where they are easily lost: under no_grad, hooks, traces; on the edges."""
+
+import contextlib
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from orchard.torch import scaled_dot_product_attention as attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rand(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def plain(q, k, v):
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+
+
+def second(function, *x, create_graph=False):
+    """The gradient of a function of the gradient."""
+    first = torch.autograd.grad(function(*x).sin().sum(), x, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), x, create_graph=create_graph)
+
+
+def close(found, expected):
+    for a, b in zip(found, expected):
+        assert b.abs().max() > 0
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+# ---- no_grad inside transforms -------------------------------------------------------------------
+
+def to_itself(function, x):
+    """A loss whose target is the function's own value, held fixed."""
+    with torch.no_grad():
+        target = function(x, x, x)
+    return (x - target).square().sum() * x.sin().sum()
+
+
+def by_autograd(f, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(f(x).square().sum(), x)[0]
+
+
+FUNC = torch.func
+NESTED = {
+    "grad of grad": lambda f, x: FUNC.grad(lambda y: FUNC.grad(f)(y).square().sum())(x),
+    "autograd of grad": lambda f, x: by_autograd(FUNC.grad(f), x),
+    "autograd of vmap of grad": lambda f, x: by_autograd(
+        lambda y: FUNC.vmap(FUNC.grad(f))(y[None]), x),
+    "autograd of jvp": lambda f, x: by_autograd(
+        lambda y: FUNC.jvp(f, (y,), (x.cos(),))[1], x),
+    "jacrev of jacrev": lambda f, x: FUNC.jacrev(FUNC.jacrev(f))(x),
+    "hessian": lambda f, x: FUNC.hessian(f)(x),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_no_grad_stops_every_transform(name):
+    x = rand(1, 2, 3, 4)
+    close(*([NESTED[name](lambda y: to_itself(function, y), x)] for function in (attention, plain)))
+
+
+# ---- Hooks for saved tensors ---------------------------------------------------------------------
+
+HOOKS = {
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "mutation": torch.autograd.graph.allow_mutation_on_saved_tensors,
+    "disabled": lambda: torch.autograd.graph.disable_saved_tensors_hooks("none here"),
+    "none": contextlib.nullcontext,
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_around_both_backwards(name):
+    x = [rand(1, 2, 5, 4).requires_grad_() for _ in range(3)]
+    with HOOKS[name]():
+        close(second(attention, *x), second(plain, *x))
+
+
+def test_two_gradients_inside_a_checkpoint():
+    x = rand(1, 2, 5, 4).requires_grad_()
+
+    def third(function):
+        def block(y):
+            return second(lambda z: function(z, z, z), y, create_graph=True)[0].sin()
+
+        return torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sum(), x)
+
+    close(third(attention), third(plain))
+
+
+# ---- Where there are no values -------------------------------------------------------------------
+
+def with_dropout(x):
+    return attention(x, x, x, dropout_p=0.5)
+
+
+def test_dropout_in_traces():
+    x = rand(1, 2, 5, 4)
+    torch.manual_seed(3)
+    expected = torch.func.jvp(with_dropout, (x,), (x.cos(),))[1]
+    _, linear = torch.func.linearize(with_dropout, x)
+    torch.manual_seed(3)  # as of torch's dropout, a number is drawn by each call of it
+    close([linear(x.cos())], [expected])
+    leaf = x.clone().requires_grad_()
+    torch.manual_seed(3)
+    expected = second(with_dropout, leaf)
+    torch.manual_seed(3)
+    traced = make_fx(lambda y: second(with_dropout, y), tracing_mode="real")(leaf)
+    torch.manual_seed(3)
+    close(traced(leaf), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"dropout_p": 0.5}])
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_shapes_alone(kind, options):
+    fake = kind == "fake"
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        x = torch.randn(1, 2, 5, 4, device="cpu" if fake else "meta", requires_grad=True)
+        assert second(lambda y: attention(y, y, y, **options), x)[0].shape == x.shape
+        if kind == "meta":
+            moved = torch.func.jvp(lambda y: attention(y, y, y, **options), (x,), (x,))[1]
+            assert moved.shape == x.shape and moved.is_meta
+
+
+# ---- Edges ---------------------------------------------------------------------------------------
+
+LIMITS = [((sys.maxsize, sys.maxsize), None), ((2, sys.maxsize), (2, -1)),
+          ((sys.maxsize, 0), (-1, 0))]
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("window, same", LIMITS)
+def test_windows_that_end_nowhere(window, same, alignment):
+    x, k = rand(1, 1, 6, 3).requires_grad_(), rand(1, 1, 4, 3)
+
+    def results(limits):
+        def f(y):
+            return attention(y, k, k, window=limits, causal_alignment=alignment)
+
+        return [*second(f, x), torch.func.jvp(f, (x.detach(),), (x.detach(),))[1]]
+
+    close(results(window), results(same))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_without_keys(packed):
+    """lse is the sink alone, so the second derivative of its square is 2 for each of 3 rows."""
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    if packed:
+        q, k = rand(3, 2, 4), rand(0, 2, 4)
+        more = {"cu_seqlens_q": torch.tensor([0, 3]), "cu_seqlens_k": torch.tensor([0, 0]),
+                "max_seqlen_q": 3, "max_seqlen_k": 0}
+    else:
+        q, k, more = rand(1, 2, 3, 4), rand(1, 2, 0, 4), {}
+    lse = attention(q, k, k, sinks=sinks, return_lse=True, **more)[1]
+    first, = torch.autograd.grad(lse.square().sum(), sinks, create_graph=True)
+    torch.testing.assert_close(first, 6 * sinks)
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), sinks)[0],
+                               torch.full_like(sinks, 6.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
+def test_nan_in_a_query_that_sees_nothing(options):
+    seen = torch.ones(4, 5, dtype=torch.bool)
+    seen[2] = False
+    results = []
+    for anything in (0.0, torch.nan):
+        torch.manual_seed(1)
+        q, k, v = (rand(1, 2, n, 3) for n in (4, 5, 5))
+        q[:, :, 2] = anything
+        x = [t.requires_grad_() for t in (q, k, v)]
+        results.append(second(lambda *y: attention(*y, seen, **options), *x))
+    close(*results)
