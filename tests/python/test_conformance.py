@@ -217,6 +217,51 @@ def test_status_json_and_page(tmp_path, monkeypatch, capsys):
     assert f"{len(chosen())} cases" in capsys.readouterr().out
 
 
+def test_a_target_without_one_answer_is_no_success(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
+    words = ["--target", "os:getcwd", "--only", "head size not innermost", "--only", "grouped"]
+    assert main(words) == 2
+    assert capsys.readouterr().err == ("conformance: os:getcwd: no case could be judged: "
+                                       "3 not offered, 1 raises\n")
+    assert main([*words, "--strict"]) == 1
+    assert main(["--target", "planted_attention:honest", *words]) == 2
+    assert main(["--target", "torch", "--only", "sinks", "--only", "scale 1"]) == 0
+
+
+def shell(line, **environment):
+    """Status, output and errors of a line of bash, in which `conformance` is the command."""
+    line = f'conformance() {{ "{sys.executable}" -m orchard.conformance "$@"; }}; {line}'
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120,
+                          env=dict(os.environ, OMP_NUM_THREADS="1", **environment))
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux'")
+@pytest.mark.parametrize("words, what", [
+    ("--list >/dev/full", "the output"),
+    ("--help >/dev/full", "the output"),
+    ("--only 'scale 1' >/dev/full", "the output"),
+    ("--only 'scale 1' --json /dev/full >/dev/null", "/dev/full"),
+    ("--only 'scale 1' --markdown /dev/full >/dev/null", "/dev/full")])
+def test_output_that_cannot_be_written_is_a_sentence(words, what):
+    assert shell(f"conformance {words}") == (
+        2, "", f"conformance: {what} could not be written: No space left on device\n")
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path):
+    assert shell("conformance --list | true; exit ${PIPESTATUS[0]}") == (2, "", "")
+    (tmp_path / "planted_hang.py").write_text(  # in its second case, when nobody listens any more
+        "import time\nimport torch.nn.functional as F\n"
+        "def sdpa(query, key, value, scale=None):\n"
+        "    if scale is not None: time.sleep(600)\n"
+        "    return F.scaled_dot_product_attention(query, key, value)\n")
+    status, out, errors = shell(
+        "conformance --target planted_hang:sdpa --isolate --only plain --only 'scale 1' | "
+        "head -n 1; exit ${PIPESTATUS[0]}",
+        PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert (status, errors) == (2, "") and out.endswith(", device cpu, 2 cases\n")
+
+
 def test_a_target_that_ends_the_process_or_speaks_in_between(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
     monkeypatch.syspath_prepend(str(tmp_path))

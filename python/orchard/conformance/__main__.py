@@ -1,10 +1,11 @@
 """The command: python -m orchard.conformance. Exit status 0: nothing is wrong, 1: something is,
-2: the command itself could not run."""
+2: the command itself could not run, no case could be judged, or the output could not be written."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import pathlib
 import sys
 from typing import List, Optional
@@ -45,6 +46,41 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+class Unwritten(Exception):
+    """The output got nowhere; without a text if its reader left, as `head` does."""
+
+
+def say(text: str, end: str = "\n") -> None:
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise Unwritten from None
+    except OSError as why:
+        raise Unwritten(f"the output could not be written: {why.strerror}") from None
+
+
+def write(file: str, text: str) -> None:
+    try:
+        pathlib.Path(file).write_text(text)
+    except OSError as why:
+        raise Unwritten(f"{file} could not be written: {why.strerror}") from None
+
+
+def command() -> int:
+    """The exit status. What nobody could read is no success."""
+    try:
+        try:
+            return main()
+        finally:
+            say("", end="")     # argparse's help may still be on its way
+    except Unwritten as why:
+        if str(why):
+            print(f"conformance: {why}", file=sys.stderr)
+        # Else Python would try to write the rest at its end, and fail in its own words.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+
+
 def main(arguments: Optional[List[str]] = None) -> int:
     given = parser().parse_args(arguments)
     targets = given.target or ["torch"]
@@ -54,8 +90,8 @@ def main(arguments: Optional[List[str]] = None) -> int:
     cases = chosen(given.only, given.large)
     if given.list:
         for case in cases:
-            print(f"{case.area:13} {case.name:42} {case.source}\n{'':13}   {case.says}")
-        print(f"{len(cases)} cases")
+            say(f"{case.area:13} {case.name:42} {case.source}\n{'':13}   {case.says}")
+        say(f"{len(cases)} cases")
         return 0
     if not cases:
         print(f"conformance: no case contains {' or '.join(given.only)!r}", file=sys.stderr)
@@ -63,7 +99,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     if given.json and len(targets) > 1:
         print("conformance: --json takes one target at a time", file=sys.stderr)
         return 2
-    columns, versions, bad = {}, {}, []
+    columns, versions, bad, unjudged = {}, {}, [], []
     try:
         check_device(given.device)
         for file in (given.json, given.markdown):
@@ -77,16 +113,19 @@ def main(arguments: Optional[List[str]] = None) -> int:
     for name in targets:
         columns[name] = judge_one(given, name, cases, versions[name])
         bad += report.failed(columns[name], given.strict)
+        unjudged += [] if report.any_judged(columns[name]) else [name]
     if given.json:
         text = report.as_json(targets[0], versions[targets[0]], given.device, cases,
                               columns[targets[0]])
-        pathlib.Path(given.json).write_text(text)
+        write(given.json, text)
     if given.markdown:
-        command = " ".join(["python -m", __package__ or "conformance"] +
-                           (arguments if arguments is not None else sys.argv[1:]))
-        page = report.markdown(columns, versions, cases, [command])
-        pathlib.Path(given.markdown).write_text(page)
-    return 1 if bad else 0
+        words = " ".join(["python -m", __package__ or "conformance"] +
+                         (arguments if arguments is not None else sys.argv[1:]))
+        write(given.markdown, report.markdown(columns, versions, cases, [words]))
+    for name in unjudged:
+        print(f"conformance: {name}: no case could be judged: {report.counts(columns[name])}",
+              file=sys.stderr)
+    return 1 if bad else 2 if unjudged else 0
 
 
 def check_device(name: str) -> None:
@@ -106,18 +145,18 @@ def positive(text: str) -> float:
 
 def judge_one(given: argparse.Namespace, name: str, cases, version: str):
     """One target's verdicts, told line by line."""
-    print(f"{name}: {version}, device {given.device}, {len(cases)} cases", flush=True)
+    say(f"{name}: {version}, device {given.device}, {len(cases)} cases")
 
     def told(case, verdict) -> None:
-        print(report.line(case, verdict), flush=True)
+        say(report.line(case, verdict))
 
     if given.isolate:
         judged = run_isolated(name, cases, given.device, given.limit, given.memory, told)
     else:
         judged = run(name, cases, given.device, told)
-    print(f"{name}: {report.counts(judged)}", flush=True)
+    say(f"{name}: {report.counts(judged)}")
     return judged
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

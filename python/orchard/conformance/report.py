@@ -12,7 +12,7 @@ from typing import Dict, List, Sequence
 import torch
 
 from .cases import Case
-from .judge import ABSENT, CRASHES, HANGS, HEAVY, ORDER, PASSES, RAISES, WRONG, Verdict
+from .judge import ABSENT, CRASHES, HANGS, HEAVY, ORDER, PASSES, RAISES, UNSEEN, WRONG, Verdict
 from .run import to_json
 
 FAILURES = (WRONG, CRASHES, HANGS)
@@ -48,6 +48,11 @@ def counts(judged: Dict[str, Verdict]) -> str:
 def failed(judged: Dict[str, Verdict], strict: bool = False) -> List[str]:
     bad = STRICT_FAILURES if strict else FAILURES
     return [name for name, verdict in judged.items() if verdict.outcome in bad]
+
+
+def any_judged(judged: Dict[str, Verdict]) -> bool:
+    """Whether there was an answer to judge: a function that refuses every call is not right."""
+    return any(verdict.outcome not in (ABSENT, RAISES, UNSEEN) for verdict in judged.values())
 
 
 def machine() -> str:

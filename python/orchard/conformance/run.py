@@ -7,6 +7,7 @@ isolation costs a process start only where something went wrong.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -67,12 +68,16 @@ def one_worker(target: str, cases: Sequence[Case], device: str, limit: float,
     if memory:
         command += ["--memory", str(memory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True, env=environment()) as worker:
+                          text=True, env=environment()) as worker, \
+            contextlib.ExitStack() as end:
         assert worker.stdin and worker.stdout
         json.dump([case.name for case in cases], worker.stdin)
         worker.stdin.close()
         lines: "queue.Queue[Optional[str]]" = queue.Queue()
-        threading.Thread(target=forward_lines, args=(worker.stdout, lines), daemon=True).start()
+        reader = threading.Thread(target=forward_lines, args=(worker.stdout, lines), daemon=True)
+        reader.start()
+        end.callback(reader.join)   # before its stream is closed
+        end.callback(worker.kill)   # before that: a case may hang when the caller goes away
         if lines.get() is None:
             raise RuntimeError(f"conformance: the worker for {target} could not start")
         for case in cases:
