@@ -172,8 +172,9 @@ class Array:
     """A dense array of Orchard's own, for callers without NumPy and torch.
 
     `memory()` is a memoryview with shape and format (f16 and bf16, to which memoryview cannot cast,
-    as unsigned 16-bit integers); from Python 3.12 on `memoryview(array)` is the same. Libraries
-    take it without a copy through DLPack: `numpy.from_dlpack(array)`, `torch.from_dlpack(array)`.
+    as unsigned 16-bit integers; an empty array without its shape). From Python 3.12 on
+    `memoryview(array)` is the same, where nothing is lost by it. Libraries take it without a copy:
+    `numpy.asarray(array)` (bf16 after `import ml_dtypes`), `torch.from_dlpack(array)`.
     """
 
     def __init__(self, shape: Sequence[int], dtype: int) -> None:
@@ -199,7 +200,21 @@ class Array:
         return flat.cast(_FORMATS[self._dtype], list(self.shape))
 
     def __buffer__(self, flags: int) -> memoryview:
+        # NumPy asks here first, and would see integers, or another shape.
+        if self._dtype in (_structs.F16, _structs.BF16) or not self._bytes:
+            raise BufferError(f"{self!r} is nothing that a memoryview can say; see memory()")
         return self.memory()
+
+    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> Any:
+        """For NumPy, which takes an object that it cannot read for a single element."""
+        import numpy
+        try:
+            kind = numpy.dtype(_TORCH_NAMES[self._dtype])
+        except TypeError:
+            raise TypeError("orchard.Array: NumPy has bf16 only after `import ml_dtypes`; "
+                            "torch.from_dlpack takes it as it is") from None
+        memory = numpy.ndarray(self.shape, kind, self._memory)
+        return numpy.array(memory, dtype=dtype, copy=copy)
 
     def tolist(self) -> Any:
         """Elements as nested lists (f16 and bf16 as their 16 bits)."""

@@ -390,8 +390,33 @@ def test_our_own_array_reaches_torch_and_numpy(dtype):
     assert x.tolist() == [[bits] * 3] * 2
     if dtype != "BF16":
         assert np.from_dlpack(x).tolist() == [[1] * 3] * 2
-    if sys.version_info >= (3, 12):
+    if sys.version_info >= (3, 12) and dtype not in ("F16", "BF16"):
         assert memoryview(x).shape == (2, 3)
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8",
+                                   "BOOL"])
+def test_numpy_asarray_of_our_own_array_is_its_memory(dtype):
+    pytest.importorskip("ml_dtypes")  # bf16
+    x = Array((2, 3), getattr(_structs, dtype))
+    seen = np.asarray(x)
+    seen[:] = 1
+    assert seen.shape == (2, 3) and described(x)[:4] == described(seen)[:4]
+    assert np.array(x).ctypes.data != seen.ctypes.data == np.asarray(x).ctypes.data
+    assert np.asarray(x, dtype="float64").tolist() == [[1.0] * 3] * 2
+    with pytest.raises(ValueError, match="copy"):
+        np.asarray(x, dtype="complex64", copy=False)
+    del x
+    gc.collect()
+    assert seen.tolist() == [[1] * 3] * 2
+    assert np.asarray(Array((2, 0), getattr(_structs, dtype))).shape == (2, 0)
+
+
+def test_numpy_without_bfloat16_is_told_so():
+    code = ("import numpy, orchard; from orchard import _structs\n"
+            "numpy.asarray(orchard.Array((2,), _structs.BF16))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "TypeError: orchard.Array: NumPy has bf16 only after `import ml_dtypes`" in done.stderr
 
 
 def test_our_own_array_outlives_and_dies_as_it_should():
