@@ -61,6 +61,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
-    """With the switches only where there is torch: who lists names (`help`) gets them all."""
+    """Without what is only imported here; with the switches only where there is torch: who lists
+    names (`help`) gets them all."""
     found = importlib.util.find_spec("torch") is not None
-    return sorted(set(globals()) | set(_SWITCHES if found else ()))
+    imported = {"annotations", "importlib", "TYPE_CHECKING", "Any", "List"}
+    return sorted((set(globals()) - imported) | set(_SWITCHES if found else ()))

@@ -1,4 +1,4 @@
-"""What type checkers make of the package: `py.typed` is a promise to their users."""
+"""What type checkers and `dir` make of the package: `py.typed` is a promise to their users."""
 
 import subprocess
 import sys
@@ -49,3 +49,12 @@ def test_mistakes_are_seen(tmp_path):
         assert f"user.py:{line}: error" in done.stdout, done.stdout
         assert f"[{kind}]" in next(x for x in done.stdout.splitlines()
                                    if x.startswith(f"user.py:{line}: error")), done.stdout
+
+
+def test_dir_names_what_is_ours():
+    code = ("import orchard\n"
+            "print(*(x for x in dir(orchard) if x[0] != '_' and x not in orchard.__all__))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    switches = ("active counts disable disable_pytorch_overrides enable enable_pytorch_overrides "
+                "get_active_overrides")
+    assert done.stdout.split() == sorted(["arrays", "attention", "reports", *switches.split()])
