@@ -10,7 +10,7 @@ from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 
-from .outputs import DSINKS
+from .outputs import DBIAS, DSINKS
 
 SINKS, CU_SEQLENS, SEED, DROPOUT = 6, 8, 10, 19  # places among the arguments of ops.ATTENTION
 
@@ -90,7 +90,7 @@ def map_backward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
         if needs >> i & 1:
             made[i] = gradient.unflatten(0, (count, batch))
     bias, dim = rest[3], in_dims[5 + 3]
-    if needs & 8 and batch > 1:
+    if needs & DBIAS and batch > 1:
         if (bias if dim is None else bias.movedim(dim, 0)[0]).shape[0] == 1:
             made[3] = made[3].sum(1, keepdim=True)
     dims = tuple(0 if needs >> i & 1 else None for i in range(5))
