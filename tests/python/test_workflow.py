@@ -45,6 +45,14 @@ def test_readme_begins_with_the_three_lines():
     assert "orchard.enable()" in "\n".join(screen)
 
 
+def test_readme_lists_every_variable():
+    files = [file for folder in ("src", "cli", "python") for file in (ROOT / folder).rglob("*.*")
+             if file.suffix in (".c", ".py")]
+    read = set(re.findall(r'"(ORCHARD_[A-Z_]+)"', "".join(file.read_text() for file in files)))
+    rows = re.findall(r"^\| `ORCHARD_.*", (ROOT / "README.md").read_text(), re.M)
+    assert len(read) > 20 and read == set(re.findall(r"ORCHARD_[A-Z_]+", "".join(rows)))
+
+
 def test_every_command_is_shell_and_is_there():
     groups = re.search(r"^ +(lint \| .*)\) \$group", (ROOT / "tests/run").read_text(), re.M)
     for command in sum(COMMANDS.values(), []):
