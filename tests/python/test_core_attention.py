@@ -228,27 +228,39 @@ def test_the_interpreter_is_free_during_a_call():
     assert end - start > 0.1 and len(inside) >= 10, (end - start, len(inside))
 
 
-def test_many_python_threads_at_once():
-    inputs = [RNG.standard_normal((1, 2, 40 + n, 16)).astype(np.float32) for n in range(8)]
-    expected = [orchard.attention_forward(q, q, q)[0] for q in inputs]
-    wrong = []
+def at_once(call, operands):
+    """What `call` makes of each list of operands; a thread for each must find the same ten times,
+    all of them at once, with refused calls between."""
+    expected, right = [call(*given) for given in operands], []
+    together = threading.Barrier(len(operands))
 
-    def work(n):
-        for _ in range(20):
-            out, lse = orchard.attention_forward(inputs[n], inputs[n], inputs[n])
-            if not np.array_equal(out, expected[n]):
-                wrong.append(n)
-            try:
-                orchard.attention_forward(inputs[n], inputs[n], inputs[n][..., :0])
-                wrong.append("nothing raised")
-            except orchard.ShapeError as why:
-                if "head size" not in str(why):
-                    wrong.append(str(why))
+    def repeat(given, made):
+        together.wait(60)
+        for _ in range(10):
+            with pytest.raises(orchard.ShapeError, match="head size"):
+                call(given[0][..., :0], *given[1:])
+            right.append(all(map(np.array_equal, call(*given), made)))
 
-    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(8)]
+    threads = [threading.Thread(target=repeat, args=each, daemon=True)
+               for each in zip(operands, expected)]
     [t.start() for t in threads]
     [t.join(120) for t in threads]
-    assert not wrong and not any(t.is_alive() for t in threads)
+    assert right == [True] * 10 * len(operands)  # fewer where a thread hangs or raises
+    return expected
+
+
+def test_many_python_threads_at_once():
+    """Each has a context of its own: in a shared one, calls would overwrite each other's scratch.
+    Forward first: there it would give wrong values, in backward it would crash."""
+    def forward(q):
+        return orchard.attention_forward(q, q, q, threads=1)
+
+    def backward(q, out, lse):
+        return orchard.attention_backward(out, q, q, q, out, lse, threads=1)[:3]
+
+    inputs = [RNG.standard_normal((1, 4, 300, 32)).astype(np.float32) for _ in range(4)]
+    made = at_once(forward, [(q,) for q in inputs])
+    at_once(backward, [(q, *outputs) for q, outputs in zip(inputs, made)])
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
