@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from orchard.torch import cpu
+from orchard.torch import cpu, ops
 from orchard.torch import scaled_dot_product_attention as attention
 from process import grown, resident
 
@@ -59,15 +59,20 @@ class Mallinfo(ctypes.Structure):
         "fordblks", "keepcost")]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="malloc's figures are glibc's")
-def test_scratch_lies_outside_of_mallocs_heap():
-    """It is kept, and would keep what torch frees around it from being given back."""
+def in_use():
+    """Bytes that malloc has handed out and not got back."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = Mallinfo
+    found = mallinfo()
+    return found.uordblks + found.hblkhd
 
-    def in_use():
-        return mallinfo().uordblks + mallinfo().hblkhd
 
+glibc_only = pytest.mark.skipif(sys.platform != "linux", reason="malloc's figures are glibc's")
+
+
+@glibc_only
+def test_scratch_lies_outside_of_mallocs_heap():
+    """It is kept, and would keep what torch frees around it from being given back."""
     def step(length):
         q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
         attention(q, k, v, window=(8, 8)).sum().backward()
@@ -80,6 +85,60 @@ def test_scratch_lies_outside_of_mallocs_heap():
     step(16384)
     assert in_use() - heap < 2 ** 18 < 2 ** 20 < resident() - all_of_it
     torch.set_num_threads(threads)
+
+
+# ---- What torch hands to kernel.c is deleted there: tensors, and a box around each optional one --
+
+Q, ROWS = torch.randn(1, 2, 3, 4), torch.zeros(1, 2, 3)
+PACKED, STARTS, SEED = torch.randn(3, 2, 4), torch.tensor([0, 1, 3]), torch.tensor(7)
+REST = 0.5, True, False, -1, -1, 1.0, 0.1  # scale ... dropout, as in ops.ATTENTION
+DENSE = (torch.zeros(1, 2, 3, 3), torch.ones(1, 1, 3, 3, dtype=torch.bool), torch.zeros(2),
+         torch.zeros(2), torch.tensor([3]), None, None)  # bias ... cu_seqlens_k
+
+
+def dense():
+    out, lse = ops.forward(Q, Q, Q, *DENSE, SEED, 0, 0, *REST)
+    ops.backward(31, out, ROWS, out, lse, Q, Q, Q, *DENSE, SEED, 0, 0, *REST)
+
+
+def packed():
+    options = *(None,) * 5, STARTS, STARTS, SEED, 2, 2, *REST
+    out, lse = ops.forward(PACKED, PACKED, PACKED, *options)
+    ops.backward(7, out, lse, out, lse, PACKED, PACKED, PACKED, *options)
+
+
+def plain():
+    out, lse = ops.plain_forward(Q, Q, Q, 0.5, True, False)
+    ops.plain_backward(7, out, out, lse, Q, Q, Q, 0.5, True)
+
+
+def refused_by_kernel_c():
+    with pytest.raises(RuntimeError, match="seed must be one int64"):
+        ops.forward(Q, Q, Q, *DENSE, ROWS, 0, 0, *REST)
+    with pytest.raises(RuntimeError, match="seed must be one int64"):
+        ops.backward(31, Q, ROWS, Q, ROWS, Q, Q, Q, *DENSE, ROWS, 0, 0, *REST)
+
+
+def refused_by_the_library():
+    with pytest.raises(RuntimeError, match="k has head size 3"):
+        ops.forward(Q, Q[..., 1:], Q, *DENSE, SEED, 0, 0, *REST)
+    with pytest.raises(RuntimeError, match="k has head size 3"):
+        ops.backward(31, Q, ROWS, Q, ROWS, Q, Q[..., 1:], Q, *DENSE, SEED, 0, 0, *REST)
+
+
+@glibc_only
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("call", [dense, packed, plain, refused_by_kernel_c,
+                                  refused_by_the_library])
+def test_calls_leave_nothing_in_mallocs_heap(call):
+    """malloc's smallest block takes 32 bytes: 64,000 if each round lost one."""
+    assert cpu.kernel() == "c"
+    for _ in range(300):
+        call()
+    before = in_use()
+    for _ in range(2000):
+        call()
+    assert in_use() - before < 32_000
 
 
 def flags_at(address):
