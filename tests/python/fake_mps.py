@@ -188,6 +188,7 @@ class Counts:
     waits = 0
     private = False  # whether storages are private: seen by kernels and blits alone
     last_names: List[str] = []
+    last_addresses: List[int] = []  # where each tensor begins that a launch has bound
 
 
 def _synchronize() -> None:
@@ -290,6 +291,7 @@ class _Binder:
             self.storages.append(place)
         self.arguments.append(_Argument(None, 0, t.storage_offset() * t.element_size(),
                                         self.storages.index(place)))
+        Counts.last_addresses.append(t.data_ptr())
 
     def bind(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):

@@ -155,6 +155,42 @@ def test_heads_behind_rows():
     on_trial(tensors, {"is_causal": True, "enable_gqa": True}, "transposed")
 
 
+def slices(dtype=torch.float32):
+    """q, k and v with the sizes of draw()'s, in views with offsets, gaps and turned dimensions."""
+    torch.manual_seed(3)
+    return [rand(4, 6, 40, 40, dtype=dtype)[1::2, 1:5, 2:39, 3:35:2],
+            rand(3, 3, 60, 21, dtype=dtype)[1:, :2, 5:58, 5:],
+            rand(2, 16, 2, 53, dtype=dtype).permute(0, 2, 3, 1)]
+
+
+def copied(tensors):
+    """Names of those whose own memory was not bound since the last look."""
+    bound = set(fake_mps.Counts.last_addresses)
+    fake_mps.Counts.last_addresses.clear()
+    return [name for name, x in tensors.items() if x.data_ptr() not in bound]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_kernels_work_on_the_callers_memory(views):
+    """On all that is passed, and on the very results that are returned."""
+    options = {"bias": rand(1, 4, 39, 55)[..., 1:38, 2:], "sinks": rand(5)[1:],
+               "attn_mask": (rand(2, 2, 37, 53) < 1)[:, 1:], "alibi_slopes": torch.rand(6)[2:],
+               "key_lengths": torch.tensor([9, 53, 20])[1:]}
+    options = {name: fake_mps.tensor(x if views else x.clone()) for name, x in options.items()}
+    leaves = [fake_mps.tensor(x) for x in (slices() if views else draw())]
+    leaves += options["bias"], options["sinks"]
+    [x.requires_grad_() for x in leaves]
+    dout, dlse = (fake_mps.tensor(x) for x in (rand(2, 4, 16, 37).mT, rand(2, 4, 38)[..., 1:]))
+
+    fake_mps.Counts.last_addresses.clear()
+    out, lse = attention(*leaves[:3], enable_gqa=True, return_lse=True, **options)
+    tensors = dict(zip("qkv", leaves), out=out, lse=lse, **options)
+    assert copied(tensors) == []
+    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    tensors.update(zip(("dq", "dk", "dv", "dbias", "dsinks"), grads), dout=dout, dlse=dlse)
+    assert copied(tensors) == []
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_outputs_lie_as_on_the_cpu(split):
     tensors = draw(G=4)
@@ -171,10 +207,7 @@ def test_outputs_lie_as_on_the_cpu(split):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slices_with_offsets_and_gaps(dtype):
-    torch.manual_seed(3)
-    q = rand(4, 6, 40, 40, dtype=dtype)[1::2, 1:5, 2:39, 3:35:2]
-    k = rand(3, 3, 60, 21, dtype=dtype)[1:, :2, 5:58, 5:]
-    v = rand(2, 16, 2, 53, dtype=dtype).permute(0, 2, 3, 1)
+    q, k, v = slices(dtype)
     assert q.storage_offset() % 2 == 1 and q.stride(-1) == 2
     assert k.storage_offset() % 2 == 0 and k.stride(-2) % 2 == 1
     on_trial([q, k, v], {"enable_gqa": True}, "slices")
