@@ -164,28 +164,26 @@ _counts: Dict[str, int] = {}
 _counts_lock = ProcessLock()
 
 
-def _count(what: str, by: int = 1) -> None:
+def _count(what: str) -> None:
     with _counts_lock.here():
-        _counts[what] = _counts.get(what, 0) + by
-        if not _counts[what]:
-            del _counts[what]
+        _counts[what] = _counts.get(what, 0) + 1
 
 
 def _serve(query, *arguments, **options):
     """Orchard's answer, counted: on mps it may have had to come from PyTorch, for a reason."""
     if _onlookers.compiling():  # a compiled graph runs without us: not calls but traces
         return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
-    if not query.is_mps:
-        _count(SERVED)  # before: a checkpoint's recomputation ends inside the call
-        try:
-            return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
-        except OrchardError:
-            _count(SERVED, -1)
-            raise
     _mps_attention.last.refusal = None
-    made = _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
-    _count(_mps_attention.last.refusal or SERVED)
-    return made
+    what: Optional[str] = SERVED
+    try:
+        return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
+    except OrchardError:
+        what = None
+        raise
+    finally:  # not after: a checkpoint's recomputation ends inside the call, by an exception
+        what = _mps_attention.last.refusal or what
+        if what:
+            _count(what)
 
 
 def _grouped(enable_gqa: bool) -> Dict[str, bool]:

@@ -564,7 +564,7 @@ def test_without_the_standin_these_tests_fail_with_a_sentence():
 
 @pytest.mark.parametrize("options", [
     {}, dict(is_causal=True), dict(is_causal=True, causal_alignment="bottom_right"), dict(scale=0.7),
-    dict(window=(5, 3)), dict(window=(-1, 2)),
+    dict(window=(5, 3)), dict(window=(-1, 2)), dict(window=(5, sys.maxsize)),
     dict(is_causal=True, causal_alignment="bottom_right", window=(9, -1))], ids=str)
 @pytest.mark.parametrize("extra", ["none", "bias", "attn_mask", "alibi_slopes", "key_lengths", "all"])
 def test_pytorchs_own_attention_means_the_same(options, extra):

@@ -166,6 +166,8 @@ MASKS = [
          "added with all its digits, its gradient in float32 too",
          each(HALVES, mask="float-wide") +
          each(HALVES, mask="float-wide", mask_shape="1HTS", grads="qkvm")),
+    Case("float32 mask beside float64 q", "masks", "found with Orchard, torch 2.13",
+         "read as what it is", each(("float64",), S=40, mask="float-wide")),
     Case("blind rows", "masks", "pytorch #156707, #103749; mlx #2608",
          "a query that sees no key has output 0 and gradients 0",
          each(mask="blind-rows") + each(("float32",), mask="blind")),
