@@ -149,8 +149,8 @@ def test_buffers_are_given_back():
         orchard.attention_forward(x, x, np.zeros((1, 2, 5, 4), np.float32))
     with pytest.raises(orchard.LayoutError) as before_c:
         orchard.attention_forward(x, x, x, out=memoryview(bytes(96)).cast("f", [1, 2, 3, 4]))
-    x.release()  # raises BufferError while anybody holds it
-    block.append(1)  # and so does this
+    x.release()
+    block.append(1)  # raises BufferError while anybody holds it
     assert by_c.tb and before_c.tb
     q = numbers(1, 2, 3, 4)
     before = sys.getrefcount(q)
