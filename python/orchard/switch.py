@@ -338,13 +338,14 @@ def _turn_on() -> None:
     _original = _beneath if present is scaled_dot_product_attention else present
     if not _leads_here(present):
         _beneath = present
-    F.scaled_dot_product_attention = scaled_dot_product_attention
+    _fastpath_before = torch.backends.mha.get_fastpath_enabled()
     if CausalBias is not None:
         _bias_before = vars(CausalBias)["__torch_function__"]
+    _on = True  # all is known by which to put back what Ctrl-C leaves half replaced
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    if CausalBias is not None:
         CausalBias.__torch_function__ = classmethod(_causal_bias_function)
-    _fastpath_before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    _on = True
 
 
 def _turn_off() -> None:

@@ -219,6 +219,21 @@ def test_calls_that_raise_were_not_served(monkeypatch):
     assert switch.counts() == {}
 
 
+def test_interrupted_while_it_is_turned_on(monkeypatch):
+    """The fixture `clean` sees that all is put back."""
+    def interrupt(_):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as now:
+        now.setattr(torch.backends.mha, "set_fastpath_enabled", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            switch.enable()
+    assert F.scaled_dot_product_attention is not THE.torch
+    for _ in range(2):
+        with switch.enable():
+            assert F.scaled_dot_product_attention(*qkv(1, 2, 5, 4)).shape == (1, 2, 5, 4)
+    switch.disable()
+
+
 def test_reloaded_while_on():
     code = ("import importlib, torch, torch.nn.functional as F, orchard.switch as switch\n"
             "from torch.nn.attention.bias import causal_lower_right\n"
