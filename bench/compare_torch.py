@@ -316,14 +316,17 @@ def short_backward(context, seconds):
     tensors = [x.detach() for x in case.inputs]
     out, lse = ops.plain_forward(*tensors, None, True, False)
     recorded, views = case.our_forward(), [x.view_as(x) for x in case.inputs]
-    cotangents = [case.dout] * 3
+    nothing, cotangents = Nothing.apply(*case.inputs), [case.dout] * 3
     case.c_forward(context)
     calls = [lambda: case.c_backward(context),
              lambda: ops.plain_backward(7, case.dout, out, lse, *tensors, None, True),
              lambda: torch.autograd.grad(recorded, case.inputs, case.dout, retain_graph=True),
+             lambda: torch.autograd.grad(nothing, case.inputs, case.dout, retain_graph=True),
              lambda: torch.autograd.grad(views, case.inputs, cotangents, retain_graph=True)]
     names = ("the C library by ctypes, into gradients that exist", "orchard's op, fresh gradients",
-             "the op by torch.autograd.grad", "torch.autograd.grad through views, nothing computed")
+             "the op by torch.autograd.grad",
+             "torch.autograd.grad through a Function that computes nothing",
+             "torch.autograd.grad through three views")
     print("\nThe backward of B=4 N=64 causal, the calls in turn: microseconds\n")
     print_row("call", "best", "median", "C's best / its best", "by medians")
     print_row(*["---"] * 5)
