@@ -245,3 +245,15 @@ def test_refused_and_empty(launcher, sizes):  # noqa: F811
     same(found, wanted)
     same(BACKWARD(7, found[0], None, *found, *placed, *PLAIN),
          BACKWARD(7, wanted[0], None, *wanted, *inputs, *PLAIN))
+
+
+def test_sinks_without_keys_of_a_refused_call(launcher):  # noqa: F811
+    """lse is the sink alone, so that what comes to lse goes on to the sinks."""
+    rest = (None,) * 3 + (rand(4, dtype=torch.float64),) + (None,) * 4 + PLAIN[8:]
+    q, k = rand(2, 4, 5, 6, dtype=torch.float64), rand(2, 4, 0, 6, dtype=torch.float64)
+    inputs = [fake_mps.tensor(x) if torch.is_tensor(x) else x for x in (q, k, k, *rest)]
+    out, lse = FORWARD(*inputs)
+    dlse = rand(2, 4, 5, dtype=torch.float64)
+    found = BACKWARD(16, fake_mps.tensor(torch.zeros_like(q)), fake_mps.tensor(dlse), out, lse,
+                     *inputs)[4]
+    torch.testing.assert_close(found.cpu(), dlse.sum((0, 2)))

@@ -217,12 +217,8 @@ def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: 
     by_name, _ = mps.named(*arguments)
     inputs = [by_name[name] for name in GRADIENTS_OF]
     made = new_gradients(needs, *inputs)
-    if all(x.numel() for x in inputs[:3]):
-        with explicit.no_autocast(dout):
-            found = explicit.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse,
-                                       *inputs)
-    else:
-        found = tuple(None if x is None else torch.zeros_like(x) for x in inputs)
+    with explicit.no_autocast(dout):
+        found = explicit.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse, *inputs)
     for bit, fresh, x in zip(GRADIENTS, made, found):
         if needs & bit and x is not None:
             fresh.copy_(x)
