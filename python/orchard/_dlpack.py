@@ -9,10 +9,11 @@ whether the memory is read-only or a copy. Only memory of the CPU is taken.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Dict, Tuple
+import math
+from typing import Any, Optional, Tuple
 
 from . import _structs
-from ._exports import Export, dense_strides, python_call
+from ._exports import Export, python_call
 from ._library import ArgumentError, DeviceError, DtypeError
 
 CPU = 1
@@ -38,9 +39,6 @@ class DLTensor(ctypes.Structure):
     ]
 
 
-Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
 class DLManagedTensor(ctypes.Structure):
     _fields_ = [("tensor", DLTensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
@@ -55,17 +53,28 @@ class DLManagedTensorVersioned(ctypes.Structure):
 _valid = python_call("PyCapsule_IsValid", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 _pointer = python_call("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 
-# A capsule keeps the address of its name, not a copy: these live as long as the module.
 PLAIN, VERSIONED = b"dltensor", b"dltensor_versioned"
 
 
-def _capsule(op: str, name: str, array: Any) -> Any:
-    """Asks for the newest capsule that the exporter knows."""
+def _newest(array: Any, max_version: Tuple[int, int]) -> Any:
+    """The newest capsule that the exporter knows."""
     try:
-        try:
-            return array.__dlpack__(max_version=(1, 1))
-        except TypeError:  # exporters older than DLPack 1.0 know no max_version
-            return array.__dlpack__()
+        return array.__dlpack__(max_version=max_version)
+    except TypeError:  # exporters older than DLPack 1.0 know no max_version
+        return array.__dlpack__()
+
+
+def _managed(capsule: Any) -> Any:
+    """What an unused capsule holds; None where it is none."""
+    for kind, layout in ((VERSIONED, DLManagedTensorVersioned), (PLAIN, DLManagedTensor)):
+        if _valid(capsule, kind):
+            return layout.from_address(_pointer(capsule, kind))
+    return None
+
+
+def _capsule(op: str, name: str, array: Any) -> Any:
+    try:
+        return _newest(array, (1, 1))
     except Exception as why:
         raise ArgumentError(f"{op}: {name} cannot be read through DLPack: {why}") from why
 
@@ -78,14 +87,12 @@ def _refuse_device(op: str, name: str, device: Tuple[int, int]) -> None:
 
 def take(op: str, name: str, capsule: Any) -> Export:
     """What the capsule holds; the Export keeps the capsule."""
-    kind = next((kind for kind in (VERSIONED, PLAIN) if _valid(capsule, kind)), None)
-    if kind is None:
+    managed = _managed(capsule)
+    if managed is None:
         raise ArgumentError(f"{op}: {name}'s __dlpack__ gave {type(capsule).__name__}, "
                             "not a DLPack capsule that nobody has used")
-    managed: Any = (DLManagedTensorVersioned if kind == VERSIONED else DLManagedTensor
-                    ).from_address(_pointer(capsule, kind))
     flags = 0
-    if kind == VERSIONED:
+    if isinstance(managed, DLManagedTensorVersioned):
         if managed.major != 1:
             raise ArgumentError(f"{op}: {name} comes as DLPack {managed.major}."
                                 f"{managed.minor}, versions 0 and 1 are known")
@@ -123,44 +130,31 @@ def export(op: str, name: str, array: Any) -> Export:
 
 # ---- The other way: memory of ours for somebody else ---------------------------------------------
 
-_lent: Dict[int, tuple] = {}  # address of what was lent: (it, sizes, strides, memory's owner)
+def _integers(memory: Any, name: str, shape: Tuple[int, ...]) -> Any:
+    """An array of NumPy or torch over the memory; whoever asks for a capsule has one of them."""
+    try:
+        import numpy
+        return numpy.ndarray(shape, name, memory)
+    except ImportError:
+        pass
+    try:
+        import torch
+    except ImportError:
+        raise BufferError("orchard.Array: lent through NumPy or torch, and neither can be "
+                          "imported; memory() needs none") from None
+    kind, count = getattr(torch, name), math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(memory, dtype=kind, count=count).view(shape)
 
 
-# What was lent may outlive this module, when the interpreter ends: what these two need, they hold.
-
-@Deleter
-def _given_back(address: int, lent: Any = _lent) -> None:
-    lent.pop(address, None)
-
-
-_Destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-_new = python_call("PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _Destructor)
-# The destructor gets the dying capsule as an address: as an object it would be revived.
-_dying_valid = python_call("PyCapsule_IsValid", ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
-_dying_pointer = python_call("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.c_void_p,
-                             ctypes.c_char_p)
-
-
-@_Destructor
-def _unused(capsule: int, lent: Any = _lent, kinds: Any = (PLAIN, VERSIONED),
-            valid: Any = _dying_valid, pointer: Any = _dying_pointer) -> None:
-    for kind in kinds:
-        if valid(capsule, kind):
-            lent.pop(pointer(capsule, kind), None)
-
-
-for _for_ever in (_given_back, _unused):
-    python_call("Py_IncRef", None, ctypes.py_object)(_for_ever)
-
-
-def lend(owner: Any, address: int, dtype: int, shape: Tuple[int, ...], versioned: bool) -> Any:
-    """A capsule over dense memory that `owner` keeps alive."""
-    sizes = (ctypes.c_int64 * max(len(shape), 1))(*shape)
-    strides = (ctypes.c_int64 * max(len(shape), 1))(*dense_strides(shape))
+def lend(memory: Any, dtype: int, shape: Tuple[int, ...],
+         max_version: Optional[Tuple[int, int]]) -> Any:
+    """A capsule over dense memory, which lives as long as the capsule or who took it. It is one for
+    integers of the same size, by NumPy or torch, that says what they are: those give memory back in
+    C. A callback of ctypes would lose the exception that may be on its way then."""
     code, bits = _CODES[dtype]
-    managed: Any = DLManagedTensorVersioned(major=1, minor=0) if versioned else DLManagedTensor()
-    managed.tensor = DLTensor(data=address, device_type=CPU, ndim=len(shape), code=code, bits=bits,
-                              lanes=1, shape=sizes, strides=strides)
-    managed.deleter = ctypes.cast(_given_back, ctypes.c_void_p).value
-    _lent[ctypes.addressof(managed)] = (managed, sizes, strides, owner)
-    return _new(ctypes.addressof(managed), VERSIONED if versioned else PLAIN, _unused)
+    array = _integers(memory, f"int{bits}", shape)
+    capsule = array.__dlpack__() if max_version is None else _newest(array, max_version)
+    _managed(capsule).tensor.code = code
+    return capsule

@@ -231,8 +231,7 @@ class Array:
                    dl_device: Optional[Tuple[int, int]] = None, copy: Optional[bool] = None) -> Any:
         if copy or (dl_device is not None and tuple(dl_device) != (_dlpack.CPU, 0)):
             raise BufferError("orchard.Array: neither copied nor moved to another device")
-        return _dlpack.lend(self._memory, ctypes.addressof(self._memory), self._dtype, self.shape,
-                            versioned=max_version is not None and max_version[0] >= 1)
+        return _dlpack.lend(self._memory, self._dtype, self.shape, max_version)
 
     def __repr__(self) -> str:
         return f"orchard.Array({list(self.shape)}, {self.dtype})"
