@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .._library import OrchardError, UnsupportedError
 from . import batching, cpu, explicit, onlookers, operands, ops, outputs
-from .onlookers import any_onlooker, compiling
+from .onlookers import compiling, onlooker_of_engine
 from .operands import TENSORS
 
 NOT_COMPILED = ("attention: torch.func's transforms and forward-mode derivatives cannot be "
@@ -74,7 +74,8 @@ class AttentionPlain(torch.autograd.Function):
     """out of orchard::_plain_forward, for callers who know that nobody looks on."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, causal, gqa):
+    def forward(ctx, q, k, v, options):
+        scale, causal, gqa = options
         try:
             out, lse = ops.plain_forward(q, k, v, scale, causal, gqa)
         except (RuntimeError, OrchardError) as error:
@@ -87,18 +88,31 @@ class AttentionPlain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, _, _, _ = ctx.needs_input_grad
-        needs = q | k << 1 | v << 2
-        if (any_onlooker() or torch.is_grad_enabled() or type(dout) is not torch.Tensor
-                or not needs):
-            out, lse, *tensors = (*ctx.saved_tensors, *operands.without_options(*ctx.options))
-            return (*gradients(needs, dout, None, out, lse, tensors[:TENSORS],
-                               tensors[TENSORS:])[:3], None, None, None)
-        try:
-            dq, dk, dv = ops.plain_backward(needs, dout, *ctx.saved_tensors, *ctx.options)
-        except RuntimeError as error:
-            raise cpu.translate(error) from None
-        return dq if q else None, dk if k else None, dv if v else None, None, None, None
+        """Whoever looks on."""
+        q, k, v, _ = ctx.needs_input_grad
+        out, lse, *tensors = (*ctx.saved_tensors, *operands.without_options(*ctx.options))
+        return (*gradients(q | k << 1 | v << 2, dout, None, out, lse, tensors[:TENSORS],
+                           tensors[TENSORS:])[:3], None)
+
+
+def _plain_backward(ctx, dout):
+    """AttentionPlain.backward where nobody looks on."""
+    q, k, v, _ = ctx.needs_input_grad
+    needs = q | k << 1 | v << 2
+    if (not needs or type(dout) is not torch.Tensor or torch.is_grad_enabled()
+            or onlooker_of_engine()):
+        return AttentionPlain.backward(ctx, dout)
+    try:
+        dq, dk, dv = ops.plain_backward(needs, dout, *ctx.saved_tensors, *ctx.options)
+    except RuntimeError as error:
+        raise cpu.translate(error) from None
+    return dq if q else None, dk if k else None, dv if v else None, None
+
+
+# The engine calls a node's `apply`. torch's own finds out anew each time what the backward is, some
+# 10 us where a large computation has had the caches. Private: where it is absent, all is slower.
+if hasattr(AttentionPlain, "_backward_cls"):
+    AttentionPlain._backward_cls.apply = _plain_backward
 
 
 class AttentionFast(torch.autograd.Function):
@@ -145,9 +159,9 @@ def record_plain(q, k, v, scale, causal, gqa) -> Optional[torch.Tensor]:
     the op refused."""
     try:
         if _unwrap_if_dead is None:
-            return AttentionPlain.apply(q, k, v, scale, causal, gqa)
-        return _record_plain(_unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v), scale,
-                             causal, gqa)
+            return AttentionPlain.apply(q, k, v, (scale, causal, gqa))
+        return _record_plain(_unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v),
+                             (scale, causal, gqa))
     except Refused:
         return None
 

@@ -59,6 +59,11 @@ def tangents(*tensors: Optional[torch.Tensor]) -> bool:
 
 def any_onlooker() -> bool:
     """Whether anybody would see, or change, which ops a call takes."""
-    return bool(compiling() or any_autocast() or functorch_active() or dispatch_modes()
-                or function_modes() or _tracing_state() is not None
-                or forward_ad._current_level >= 0)
+    return compiling() or any_autocast() or onlooker_of_engine()
+
+
+def onlooker_of_engine() -> bool:
+    """The same of a backward that autograd's engine runs: compilers do not let it, and autocast has
+    no say in gradients."""
+    return bool(functorch_active() or dispatch_modes() or function_modes()
+                or _tracing_state() is not None or forward_ad._current_level >= 0)
