@@ -20,8 +20,18 @@ from orchard_bridge.flash_attn_function import FlashAttnFunction
 Q = torch.randn(2, 4, 5, 8)
 
 
+OPERANDS = ("attn_mask", "bias", "alibi_slopes", "sinks", "key_lengths", "cu_seqlens_q",
+            "cu_seqlens_k")
+place = {"on": None}
+
+
+def moved(x):
+    return x.to(place["on"]) if place["on"] and type(x) is torch.Tensor else x
+
+
 def call(*tensors, **options):
-    return attention(*(tensors or (Q, Q, Q)), **options)
+    return attention(*map(moved, tensors or (Q, Q, Q)),
+                     **{n: moved(x) if n in OPERANDS else x for n, x in options.items()})
 
 
 CASES = [
@@ -117,6 +127,38 @@ def test_misuse(case, recording):
     assert type(caught.value) is getattr(_library, kind + "Error"), repr(caught.value)
     assert isinstance(caught.value, orchard.OrchardError)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+# Numbers that lie in memory, layouts that meta does not have, two devices.
+NOT_ON_META = ("key_lengths[1]", "cu_seqlens_q[1]", "max_t says", "layout", "nested", "quantized",
+               "is on meta")
+
+
+@pytest.mark.parametrize("case", [i for i, (_, _, sentence) in enumerate(CASES)
+                                  if not any(words in sentence for words in NOT_ON_META)],
+                         ids=lambda i: CASES[i][2][:40])
+@pytest.mark.parametrize("recording", [True, False])
+def test_misuse_on_meta(case, recording, monkeypatch):
+    monkeypatch.setitem(place, "on", "meta")
+    test_misuse(case, recording)
+
+
+@pytest.mark.parametrize("change", [
+    dict(dout=torch.randn(2, 4, 5, 7)), dict(out=torch.randn(2, 4, 4, 8)),
+    dict(lse=torch.randn(2, 4, 4)), dict(lse=torch.randn(2, 4, 5).double()),
+    dict(dlse=torch.randn(2, 4)), dict(k=torch.randn(2, 4, 5, 6)), dict(needs=0)],
+    ids=str)
+def test_wrong_backwards_say_the_same_on_meta(change):
+    given = dict(needs=7, dout=Q, dlse=None, out=Q, lse=Q[..., 0].contiguous(), q=Q, k=Q, v=Q)
+    given.update(change)
+    rest = (*(None,) * 8, 0, 0, None, False, False, -1, -1, 0.0, 0.0)
+    said = []
+    for device in ("cpu", "meta"):
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+            ops.backward(*(x.to(device) if isinstance(x, torch.Tensor) else x
+                           for x in given.values()), *rest)
+        said.append(str(caught.value).split("\n", 1)[0])
+    assert said[0] == said[1] and said[0].startswith("attention_backward: ")
 
 
 def test_errors_after_requires_grad_are_the_same():

@@ -301,8 +301,6 @@ def prepare():
         tensors, options = function_list(d)
         d.replace(dict.fromkeys(range(3)))
         made = attention(*tensors, **options)
-        if d.device == "meta" and not d.plain:  # what does not fit together is not seen there
-            return "computed"
         if any(isinstance(options[n], torch.Tensor) for n in ("enable_gqa", "return_lse")):
             return "computed"  # and was not looked at
         compared = check_function(d, tensors, options, made)

@@ -260,6 +260,13 @@ class Launcher:
 
     # ---- Asking and running ----------------------------------------------------------------------
 
+    def check(self, op: str, operands: Mapping[str, Optional[torch.Tensor]],
+              options: Mapping[str, Any]) -> None:
+        """Raises where a call is wrong, as for any GPU; what it needs may all be meta tensors."""
+        _, described = self._describe(op, operands, options, False, asking=True)
+        arguments, _ = self._arguments(op, described, options, False)
+        _launch.make_plan(op, arguments, _ANY_DEVICE)
+
     def supported(self, op: str, operands: Mapping[str, Optional[torch.Tensor]],
                   options: Mapping[str, Any] = {}, *, check_lengths: bool = True,
                   count: bool = True) -> Optional[str]:

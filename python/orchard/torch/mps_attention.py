@@ -45,6 +45,16 @@ def _meta(like: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
                                                          dtype=like.dtype, device="meta")
 
 
+def _outputs(inputs: mps.Operands) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """out and lse without memory. Absent where q or v has a wrong rank: the C library looks at the
+    inputs then, and says so."""
+    packed = inputs.get("cu_seqlens_q") is not None
+    q, v = _meta(inputs["q"]), _meta(inputs["v"])
+    if q.dim() == v.dim() == (3 if packed else 4):
+        return new_outputs(q, v, packed)
+    return None, None
+
+
 def _refusal_of_backward(launcher: mps.Launcher, inputs: mps.Operands, options: Mapping[str, Any],
                          needs: int, out: torch.Tensor, lse: torch.Tensor,
                          count: bool) -> Optional[str]:
@@ -65,11 +75,7 @@ def refusal(launcher: mps.Launcher, inputs: mps.Operands, options: Mapping[str, 
         for name, x in inputs.items() if x is not None))
     if not check_lengths and asked in launcher.agreed:
         return None
-    packed = inputs.get("cu_seqlens_q") is not None
-    q, v = _meta(inputs["q"]), _meta(inputs["v"])
-    out = lse = None
-    if q.dim() == v.dim() == (3 if packed else 4):
-        out, lse = new_outputs(q, v, packed)
+    out, lse = _outputs(inputs)
     reason = launcher.supported("attention_forward", dict(inputs, out=out, lse=lse), options,
                                 check_lengths=check_lengths, count=count)
     if reason is None and needs:
@@ -189,6 +195,26 @@ def instead(with_lse: bool, needs: int, *arguments: Any
     out = fall_back(inputs, options)
     _by_pytorch("attention_forward")
     return out, None
+
+
+# ---- Calls on meta tensors: nothing to compute, but as wrong as any other ------------------------
+
+def _named_on_meta(arguments: Tuple[Any, ...]) -> Tuple[mps.Operands, mps.Options]:
+    """mps.named, with a seed that nobody can read."""
+    return mps.named(*arguments[:TENSORS - 1], None, *arguments[TENSORS:])
+
+
+def check_forward(*arguments: Any) -> None:
+    inputs, options = _named_on_meta(arguments)
+    out, lse = _outputs(inputs)
+    mps.launcher.check("attention_forward", dict(inputs, out=out, lse=lse), options)
+
+
+def check_backward(made: Tensors5, needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor],
+                   out: torch.Tensor, lse: torch.Tensor, *arguments: Any) -> None:
+    inputs, options = _named_on_meta(arguments)
+    mps.launcher.check("attention_backward", mps.backward_operands(
+        needs, inputs, dout, dlse, out, lse, made), options)
 
 
 # ---- The kernels of the ops for MPS tensors ------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 
 from .._library import UnsupportedError
 from . import batching, cpu, mps_attention, onlookers
+from .operands import TENSORS
 from .outputs import (Tensors2, Tensors5, check_devices, check_present, check_rank, new_gradients,
                       new_outputs)
 
@@ -99,23 +100,32 @@ refuse_tangents(library, differentiable)
 
 # ---- Fakes: shapes and strides without memory ----------------------------------------------------
 
+def _on_meta(q: torch.Tensor) -> bool:
+    """Whether this is all that happens: no kernel will look at the sizes later."""
+    return q.is_meta and not isinstance(q, onlookers.TRACED)
+
+
 @torch.library.register_fake("orchard::attention", lib=library)
 @torch.library.register_fake("orchard::attention_forward", lib=library)
-def _forward_fake(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, *rest):
-    op, packed = "attention_forward", cu_seqlens_q is not None
+def _forward_fake(*args):
+    op, (q, k, v), packed = "attention_forward", args[:3], args[8] is not None
     check_present(op, q=q, k=k, v=v)
-    check_devices(op, q, (k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, rest[0]),
-                  rest[1])
+    check_devices(op, q, args[1:TENSORS - 1], args[TENSORS - 1])
+    if _on_meta(q):
+        mps_attention.check_forward(*args)
     check_rank(op, packed, q=q, v=v)
     return new_outputs(q, v, packed)
 
 
 @torch.library.register_fake("orchard::attention_backward", lib=library)
-def _backward_fake(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest):
-    check_present("attention_backward", dout=dout, out=out, lse=lse, q=q, k=k, v=v)
-    check_devices("attention_backward", q,
-                  (dout, dlse, out, lse, k, v, bias, mask, alibi, sinks, *rest[:3]), rest[3])
-    return new_gradients(needs, q, k, v, bias, sinks)
+def _backward_fake(needs, dout, dlse, out, lse, *args):
+    op, (q, k, v, bias), sinks = "attention_backward", args[:4], args[6]
+    check_present(op, dout=dout, out=out, lse=lse, q=q, k=k, v=v)
+    check_devices(op, q, (dout, dlse, out, lse, *args[1:TENSORS - 1]), args[TENSORS - 1])
+    made = new_gradients(needs, q, k, v, bias, sinks)
+    if _on_meta(q):
+        mps_attention.check_backward(made, needs, dout, dlse, out, lse, *args)
+    return made
 
 
 # ---- vmap, for those who call the ops themselves -------------------------------------------------
