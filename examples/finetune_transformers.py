@@ -1,10 +1,11 @@
-"""Fine-tuning a Transformers model with attn_implementation="orchard": no downloads, any model.
+"""Fine-tuning a Transformers model with attn_implementation="orchard": no downloads.
 
     python examples/finetune_transformers.py                  a tiny Mistral, random weights
-    python examples/finetune_transformers.py --model PATH     a checkpoint on your disk
+    python examples/finetune_transformers.py --model PATH     a checkpoint's weights
 
-The text is synthetic: sums such as "17+5=22", of different lengths, padded on the right for
-training and on the left for generation. Neither padding nor the sliding window becomes a T x S
+The text is synthetic: sums such as "17+5=22", in this example's own 14 characters whatever the
+model's tokenizer, of different lengths, padded on the right for training and on the left for
+generation. Neither padding nor the sliding window becomes a T x S
 mask: `doctor` shows what each layer does instead.
 """
 
@@ -30,7 +31,8 @@ def encode(texts: List[str], side: str) -> Dict[str, torch.Tensor]:
 
 
 def decode(ids: torch.Tensor) -> str:
-    return "".join(CHARACTERS[i] for i in ids.tolist()).strip("_")
+    """A larger vocabulary's other tokens are "?"."""
+    return "".join(CHARACTERS[i:i + 1] or "?" for i in ids.tolist()).strip("_")
 
 
 def sums(count: int, largest: int) -> List[str]:

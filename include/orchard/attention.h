@@ -18,7 +18,7 @@
  *     out_i = sum_j keep_ij * exp(s_ij - lse_i) * v_j    (keep_ij: dropout, below)
  * p(i) is query i's position among the keys: i itself (ORCHARD_TOP_LEFT, as PyTorch), or i + S - T
  * (ORCHARD_BOTTOM_RIGHT, as flash-attention: the last query stands at the last key). For a batch
- * element with a key length, S is that length.
+ * element with a key length, S is that length; for packed sequences T and S are each one's own.
  *
  * Letters: B batch, H query heads, G key/value heads (G divides H; query head h uses key head h /
  * (H/G)), T queries, S keys, D head size of q and k, E head size of v. D and E are 1 ... 512.

@@ -45,8 +45,8 @@ typedef enum orchard_status {
     ORCHARD_ERROR_DTYPE = -3,       /* an element type this operand cannot have */
     ORCHARD_ERROR_LAYOUT = -4,      /* strides or overlap that cannot be served */
     ORCHARD_ERROR_UNSUPPORTED = -5, /* well-formed, but no allowed backend takes it */
-    ORCHARD_ERROR_MEMORY = -6,      /* the context's allocator returned NULL */
-    ORCHARD_ERROR_DEVICE = -7,      /* a device failed or was lost */
+    ORCHARD_ERROR_MEMORY = -6,      /* the allocator, or a device, has none left */
+    ORCHARD_ERROR_DEVICE = -7,      /* a device is missing, failed or was lost */
     ORCHARD_ERROR_COMPILE = -8,     /* a device's compiler refused a kernel */
     ORCHARD_ERROR_IO = -9,          /* a file could not be read or written */
     ORCHARD_ERROR_INTERNAL = -10    /* a defect of Orchard: please report it */
@@ -118,7 +118,7 @@ __attribute__((access(none, 1)))
 ORCHARD_API orchard_tensor
 orchard_tensor_dense(const void *data, orchard_dtype dtype, int32_t rank, const int64_t *size);
 
-/* The same with the sizes written out: ORCHARD_TENSOR(q, ORCHARD_F32, B, H, T, D). */
+/* The same with the sizes written out: ORCHARD_TENSOR(q, ORCHARD_F32, B, H, T, D). Not in C++. */
 #define ORCHARD_TENSOR(data, dtype, ...)                                                \
     orchard_tensor_dense(data, dtype,                                                   \
                          (int32_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), \
@@ -136,7 +136,7 @@ typedef struct orchard_ctx orchard_ctx;
 
 /* One function for all memory, as in Lua. new_size 0: free `ptr` and return NULL. ptr NULL:
  * allocate. Otherwise: resize. Returning NULL for new_size > 0 means "out of memory" and is
- * survived. */
+ * survived. Buffers and launches call it too when they are freed, maybe after their context. */
 typedef void *(*orchard_alloc_fn)(void *user, void *ptr, size_t old_size, size_t new_size);
 
 /* Runs body(b, e, arg) over disjoint chunks [b, e) that cover [begin, end), each at least `grain`
@@ -148,11 +148,13 @@ typedef int32_t (*orchard_parallel_for_fn)(int64_t begin, int64_t end, int64_t g
 
 /* All-zero is the default. What is set here wins over the environment variable named beside it. */
 typedef struct orchard_ctx_opts {
-    int32_t threads; /* 0: ORCHARD_THREADS, else one per core. Results do not depend on it. */
-    int32_t
-        strict; /* 1: a fallback is an error; -1: it is not; 0: ORCHARD_STRICT, else it is not */
-    const char *
-        backend; /* "cpu", "ref" or a list "cpu,ref"; NULL: ORCHARD_BACKEND, else all, best first */
+    /* At most 256; 0: ORCHARD_THREADS, else one per core. No result depends on it. */
+    int32_t threads;
+    /* 1: a fallback is an error; -1: it is not; 0: ORCHARD_STRICT, else it is not. */
+    int32_t strict;
+    /* "metal", "opencl", "cpu" or "ref", or a list "opencl,cpu"; NULL: ORCHARD_BACKEND, else all,
+     * best first. */
+    const char *backend;
     const char *cpu; /* "avx2", "neon" or "scalar"; NULL: ORCHARD_CPU, else the best this CPU has */
     orchard_alloc_fn alloc; /* NULL: the C library's */
     void *alloc_user;
@@ -231,7 +233,8 @@ ORCHARD_API orchard_status orchard_buffer_wrap(orchard_ctx *ctx, orchard_buffer 
 /* Waits until the device no longer uses it. NULL is fine. */
 ORCHARD_API void orchard_buffer_free(orchard_buffer *buffer);
 
-/* Where the CPU sees it, valid after orchard_ctx_sync; NULL for private memory. */
+/* Where the CPU sees it, valid after an orchard_ctx_sync of who queued work on it; NULL for private
+ * memory. */
 ORCHARD_API void *orchard_buffer_contents(const orchard_buffer *buffer);
 ORCHARD_API size_t orchard_buffer_bytes(const orchard_buffer *buffer);
 ORCHARD_API orchard_storage orchard_buffer_storage(const orchard_buffer *buffer);
@@ -247,7 +250,8 @@ ORCHARD_API orchard_tensor orchard_tensor_in(orchard_buffer *buffer, size_t offs
                                              orchard_dtype dtype, int32_t rank,
                                              const int64_t *size);
 
-/* Waits until the devices have done all that this process queued. */
+/* Waits for all that was queued, by whichever context, on the devices that this context has used.
+ * One that has used none waits for nothing: let the context that queued the work wait. */
 ORCHARD_API orchard_status orchard_ctx_sync(orchard_ctx *ctx);
 
 /* ---- Which backend runs, and which did ------------------------------------------------------- */

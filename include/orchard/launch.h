@@ -69,9 +69,9 @@ typedef struct orchard_launches {
  *
  * The args are checked as by the call itself, with the same sentences; but memory is only spoken
  * of: a tensor's `data` is a number that tells where it lies beside the others, so that overlap is
- * found. Keep numbers that are no addresses above 2^48, where no address is. Lengths (key_lengths,
- * cu_seqlens) are the exception: their `data` is NULL, and then nobody looks whether they fit,
- * which must be true; or it points to their numbers, which are checked.
+ * found. Take numbers from 2^60 on, where no address is. Lengths (key_lengths, cu_seqlens) are the
+ * exception: their `data` is NULL, and then nobody looks whether they fit, which must be true; or
+ * it points to their numbers, which are checked.
  *
  * *launches is one block of the context's allocator, and NULL on failure. Pairs with
  * orchard_launches_free, which may come after orchard_ctx_free. */

@@ -226,8 +226,9 @@ def attention_forward(
             fp64). None: new dense arrays of q's kind.
         bias: [B,H,T,S], each size 1 or full, added to the scores; q's dtype or fp32.
         mask: [B,H,T,S] bool, each size 1 or full; True = this query may see this key.
-        alibi: slopes [H] or [B,H]; the score falls by slope * distance.
-        sinks: [H]; a logit per head that joins the denominator only.
+        alibi: slopes [H] or [B,H]; the score falls by slope * distance. fp32 (fp64 for fp64).
+        sinks: [H]; a logit per head that joins the denominator only. q's dtype or fp32 (fp64 for
+            fp64).
         key_lengths: [B] int32 or int64; keys from there on are padding.
         cu_seqlens_q, cu_seqlens_k: [n+1], where each packed sequence begins, ending with the total;
             with max_t and max_s, the longest of them.
@@ -238,8 +239,10 @@ def attention_forward(
         softcap: scores become softcap * tanh(score / softcap); 0 = off.
         dropout, seed, dropout_offset: probability of dropping an attention weight, and what the
             choice is a function of. Give backward the same.
-        backend: "cpu", "ref", "opencl", "metal" or a list "opencl,cpu"; None = all, best first.
-        threads: 0 = as many as there are cores. Results do not depend on it.
+        backend: "cpu", "ref", "opencl", "metal" or a list "opencl,cpu"; None = those of
+            ORCHARD_BACKEND, else all, best first.
+        threads: up to 256; 0 = ORCHARD_THREADS, else as many as there are cores. Results do not
+            depend on it.
 
     Raises:
         OrchardError: its kinds say what was wrong, the text which operand and numbers. Nothing was

@@ -91,7 +91,7 @@ def _why_not_mask(mask: Any, query: torch.Tensor, key: torch.Tensor, is_causal: 
     if type(mask) not in _PLAIN:
         return "a tensor subclass, or no tensor"
     if is_causal:
-        return "attn_mask together with is_causal, which torch refuses"
+        return "attn_mask together with is_causal"
     if mask.is_nested or mask.layout is not torch.strided or mask.device != query.device:
         return "an attn_mask that is nested, not strided or on another device"
     # float32 suits all; with a float64 query torch 2.13's own flash kernel would misread it.

@@ -14,6 +14,9 @@ def step(q: torch.Tensor) -> torch.Tensor:
     with orchard.enable():
         out = scaled_dot_product_attention(q, q, q, is_causal=True)
     pair: Tuple[torch.Tensor, torch.Tensor] = scaled_dot_product_attention(q, q, q, return_lse=True)
+    for either in (True, False):
+        made = scaled_dot_product_attention(q, q, q, window=[1, 0], return_lse=either)
+        assert isinstance(made, tuple) == either
     orchard.disable()
     names: str = ", ".join(orchard.active()) + str(orchard.counts())
     first = orchard.attention_forward(q, q, q, causal=True)[0]

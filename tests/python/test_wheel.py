@@ -288,7 +288,8 @@ def test_source_package(source_package):
                               "--exclude-standard"], capture_output=True, text=True,
                              check=True).stdout.split("\n")
     needed = {name for name in tracked
-              if name.startswith(("src/", "include/", "cli/", "cmake/", "python/", "tools/"))
+              if name.startswith(("src/", "include/", "cli/", "cmake/", "python/", "tools/", "docs/",
+                                  "examples/", "bench/"))
               or name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE")}
     assert needed - names == set()
     extra = {n for n in names - needed if not n.startswith(".")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any, Literal, Optional, Tuple, Union, overload
+from typing import Any, Literal, Optional, Sequence, Tuple, Union, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -346,7 +346,7 @@ def scaled_dot_product_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Optional[Tensor] = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: Optional[float] = None,
         enable_gqa: bool = False, *, bias: Optional[Tensor] = None,
-        window: Optional[Tuple[int, int]] = None, softcap: Optional[float] = None,
+        window: Optional[Sequence[int]] = None, softcap: Optional[float] = None,
         alibi_slopes: Optional[Tensor] = None, sinks: Optional[Tensor] = None,
         causal_alignment: str = "top_left", key_lengths: Optional[Tensor] = None,
         cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_k: Optional[Tensor] = None,
@@ -354,11 +354,16 @@ def scaled_dot_product_attention(
         return_lse: Literal[False] = False) -> Tensor: ...
 
 
+@overload
+def scaled_dot_product_attention(*operands: Any, return_lse: bool, **options: Any
+                                 ) -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
+
+
 def scaled_dot_product_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Optional[Tensor] = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: Optional[float] = None,
         enable_gqa: bool = False, *, bias: Optional[Tensor] = None,
-        window: Optional[Tuple[int, int]] = None, softcap: Optional[float] = None,
+        window: Optional[Sequence[int]] = None, softcap: Optional[float] = None,
         alibi_slopes: Optional[Tensor] = None, sinks: Optional[Tensor] = None,
         causal_alignment: str = "top_left", key_lengths: Optional[Tensor] = None,
         cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_k: Optional[Tensor] = None,
@@ -374,8 +379,9 @@ def scaled_dot_product_attention(
     bias                     an additive float mask beside a bool attn_mask.
     window=(left, right)     a query at p sees keys p-left ... p+right; -1 = no limit.
     softcap                  scores become softcap * tanh(score / softcap).
-    alibi_slopes             [H] or [B,H]: -slope * |p - key| is added to the score.
-    sinks                    [H]: a logit per head that joins the softmax's denominator only.
+    alibi_slopes             [H] or [B,H], fp32: -slope * |p - key| is added to the score.
+    sinks                    [H]: a logit per head that joins the softmax's denominator only; fp32
+                             or the query's dtype, as float masks.
     causal_alignment         "top_left" (p = i, as torch) or "bottom_right" (the last query stands
                              at the last key); for causal, window and alibi_slopes.
     key_lengths              [B] ints: only the first so many keys of each batch element count.

@@ -64,7 +64,7 @@ _ANY_DEVICE = _launch.DeviceInfo(name=b"torch.mps", group_threads=1024, local_by
                                  simd_width=32)
 
 # Storages get addresses so far apart, above all real ones, so that the C library finds overlaps.
-_STORAGE_BITS = 50
+_NO_ADDRESS, _STORAGE_BITS = 1 << 60, 50
 _MOST_PLANS = 512
 
 
@@ -202,7 +202,7 @@ class Launcher:
                 storage = tensor.untyped_storage().data_ptr()
             place = storages.setdefault(storage, len(storages) + 1)
             offset = tensor.storage_offset()
-            described.append((name, tensor, (place << _STORAGE_BITS)
+            described.append((name, tensor, _NO_ADDRESS + (place << _STORAGE_BITS)
                               + offset * tensor.element_size()))
             key.append((name, place, offset, tensor.dtype, tensor.shape, tensor.stride()))
         return (op, check_lengths, tuple(key), tuple(options.items())), described

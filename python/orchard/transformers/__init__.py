@@ -2,7 +2,7 @@
 
     import orchard.transformers
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="orchard")
-    model.set_attn_implementation("orchard")        # or later; "sdpa" and "eager" lead back
+    model.set_attn_implementation("orchard")        # or later; "eager" leads back
     orchard.transformers.doctor(model)              # what each layer does, and why
 
 Two functions are registered. `mask` (masks.py) is called once per forward and kind of layer, and
