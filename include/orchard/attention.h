@@ -65,7 +65,7 @@ typedef struct orchard_attention {
     orchard_tensor cu_seqlens_q, cu_seqlens_k;
     int64_t max_t, max_s;
 
-    double scale; /* used if has_scale, any finite value; otherwise 1 / sqrt(D) */
+    double scale; /* used if has_scale, from -1e38 to 1e38 (f64: 1e308); otherwise 1 / sqrt(D) */
     int32_t has_scale;
 
     int32_t causal;      /* 1: query i sees keys j <= p(i) */
@@ -74,7 +74,8 @@ typedef struct orchard_attention {
     int64_t window_left; /*    -1 = no limit on that side */
     int64_t window_right;
 
-    double softcap; /* > 0: on; 0: off */
+    double softcap; /* 0: off; else 1e-30 ... 1e30 (f64: 1e-300 ... 1e300), with scale / softcap
+                       in the range of scale */
 
     /* Dropout on the attention probabilities: each is set to 0 with probability `dropout` (0 ...
      * 1), the others are multiplied by 1 / (1 - dropout). The mask is a function of (seed,

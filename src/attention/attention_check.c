@@ -239,6 +239,40 @@ static orchard_status check_flag(const orch_expected *e, const char *name, int v
                                                 "%s: %s is %d, must be 0 or 1", e->op, name, value);
 }
 
+/* Scores are computed in fp32, for fp64 tensors in fp64, and in units of log 2 or of the soft cap:
+ * beyond these no precision is left there. */
+static orchard_status check_score_factors(const orch_expected *e, double scale, double softcap,
+                                          bool wide)
+{
+    const double most = wide ? 1e308 : 1e38;
+    const double least_cap = wide ? 1e-300 : 1e-30, most_cap = wide ? 1e300 : 1e30;
+    const char *const kind = wide ? "f64" : "f32";
+    if (!isfinite(scale)) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: scale is %g, must be finite", e->op, scale);
+    }
+    if (fabs(scale) > most) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                         "%s: scale is %g, must be %g ... %g for scores in %s", e->op, scale, -most,
+                         most, kind);
+    }
+    if (!(softcap >= 0 && isfinite(softcap))) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                         "%s: softcap is %g, must be positive, or 0 for none", e->op, softcap);
+    }
+    if (softcap > 0 && (softcap < least_cap || softcap > most_cap)) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                         "%s: softcap is %g, must be %g ... %g for scores in %s, or 0 for none",
+                         e->op, softcap, least_cap, most_cap, kind);
+    }
+    if (softcap > 0 && softcap < 1 && fabs(scale) > most * softcap) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT,
+                         "%s: scale is %g and softcap %g, their ratio must be %g at most for "
+                         "scores in %s",
+                         e->op, scale, softcap, most, kind);
+    }
+    return ORCHARD_OK;
+}
+
 static orchard_status check_options(const orch_expected *e, const orchard_attention *in,
                                     orch_attention *p)
 {
@@ -247,14 +281,7 @@ static orchard_status check_options(const orch_expected *e, const orchard_attent
     ORCH_TRY(check_flag(e, "align", (int)in->align));
     ORCH_TRY(check_flag(e, "has_window", in->has_window));
     p->scale = in->has_scale ? in->scale : 1.0 / sqrt((double)p->D);
-    if (!isfinite(p->scale)) {
-        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: scale is %g, must be finite", e->op,
-                         p->scale);
-    }
-    if (!(in->softcap >= 0 && isfinite(in->softcap))) {
-        return orch_fail(ORCHARD_ERROR_ARGUMENT,
-                         "%s: softcap is %g, must be positive, or 0 for none", e->op, in->softcap);
-    }
+    ORCH_TRY(check_score_factors(e, p->scale, in->softcap, p->dtype == ORCHARD_F64));
     if (!(in->dropout >= 0 && in->dropout <= 1)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: dropout is %g, must be 0 ... 1", e->op,
                          in->dropout);
