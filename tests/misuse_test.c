@@ -362,8 +362,7 @@ static void options(fixture *f)
     REFUSE(PADDED, BOTH, ARGUMENT,
            "softcap is 1e-31, must be 1e-30 ... 1e+30 for scores in f32, or 0 for none",
            a->softcap = 1e-31);
-    REFUSE(PADDED, BOTH, ARGUMENT, "softcap is 1e+31, must be 1e-30 ... 1e+30",
-           a->softcap = 1e31);
+    REFUSE(PADDED, BOTH, ARGUMENT, "softcap is 1e+31, must be 1e-30 ... 1e+30", a->softcap = 1e31);
     REFUSE(PADDED, BOTH, ARGUMENT,
            "scale is 1e+09 and softcap 1e-30, their ratio must be 1e+38 at most for scores in f32",
            a->scale = 1e9, a->has_scale = 1, a->softcap = 1e-30);

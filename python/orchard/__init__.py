@@ -63,6 +63,9 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> List[str]:
     """Without what is only imported here; with the switches only where there is torch: who lists
     names (`help`) gets them all."""
-    found = importlib.util.find_spec("torch") is not None
+    try:
+        found = importlib.util.find_spec("torch") is not None
+    except ValueError:  # a module without a spec: somebody's stand-in
+        found = False
     imported = {"annotations", "importlib", "TYPE_CHECKING", "Any", "List"}
     return sorted((set(globals()) - imported) | set(_SWITCHES if found else ()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import sys
 from typing import List, Optional
 
@@ -21,6 +22,8 @@ def command() -> str:
 def main(words: Optional[List[str]] = None) -> int:
     """Becomes the command; returns only when it cannot be started."""
     program = command()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and who is started here would too
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execv(program, ["orchard", *(sys.argv[1:] if words is None else words)])
     except OSError as why:

@@ -61,10 +61,7 @@ def _dtype(op: str, name: str, text: str, item: int) -> int:
                      "bf16, signed integers, u8 and bool")
 
 
-def export(op: str, name: str, array: Any) -> Export:
-    """Holds the array's buffer by a memoryview, which gives it back however this ends: Ctrl-C may
-    come between any two lines."""
-    owner = memoryview(array)  # raises by itself
+def _read(op: str, name: str, owner: memoryview) -> Export:
     view = _PyBuffer()
     seen = ctypes.byref(view)
     try:
@@ -80,6 +77,17 @@ def export(op: str, name: str, array: Any) -> Export:
         return Export(view.buf or 0, dtype, shape, strides, bool(view.readonly), owner=owner)
     finally:
         _release(seen)  # nothing, where nothing was got
+
+
+def export(op: str, name: str, array: Any) -> Export:
+    """Holds the array's buffer by a memoryview, which gives it back however this ends: Ctrl-C may
+    come between any two lines."""
+    owner = memoryview(array)  # raises by itself
+    try:
+        return _read(op, name, owner)
+    except BaseException:
+        owner.release()  # now: the exception's traceback holds it
+        raise
 
 
 def export_bfloat16(op: str, name: str, array: Any) -> Export:

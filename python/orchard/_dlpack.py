@@ -13,7 +13,7 @@ import math
 from typing import Any, Optional, Tuple
 
 from . import _structs
-from ._exports import Export, python_call
+from ._exports import REFUSALS, Export, python_call
 from ._library import ArgumentError, DeviceError, DtypeError
 
 CPU = 1
@@ -75,7 +75,7 @@ def _managed(capsule: Any) -> Any:
 def _capsule(op: str, name: str, array: Any) -> Any:
     try:
         return _newest(array, (1, 1))
-    except Exception as why:
+    except REFUSALS as why:
         raise ArgumentError(f"{op}: {name} cannot be read through DLPack: {why}") from why
 
 
@@ -121,7 +121,7 @@ def export(op: str, name: str, array: Any) -> Export:
     if device is not None:
         try:
             kind, number = (int(part) for part in device())
-        except Exception as why:
+        except REFUSALS as why:
             raise ArgumentError(f"{op}: {name} cannot be read through DLPack: {why}") from why
         if kind != CPU:
             _refuse_device(op, name, (kind, number))

@@ -23,6 +23,12 @@ SIZES = {
 }
 
 
+# What arrays and numbers of others raise where they have nothing to offer. Not every Exception: a
+# signal's handler may raise its own in here (a deadline, say), which is not ours to swallow.
+REFUSALS = (BufferError, TypeError, ValueError, RuntimeError, AttributeError,
+            OverflowError)
+
+
 def python_call(name: str, result: Any, *parameters: Any) -> Any:
     """A function of the interpreter's C API. A prototype of our own: those that hang on
     ctypes.pythonapi are shared with every other user of ctypes in the process."""

@@ -19,7 +19,7 @@ import sys
 from typing import Any, List, Optional, Sequence, Tuple
 
 from . import _buffers, _dlpack, _structs
-from ._exports import NAMES, SIZES, Export, check_storage
+from ._exports import NAMES, REFUSALS, SIZES, Export, check_storage
 from ._library import ArgumentError, LayoutError, OrchardError, OutOfMemoryError
 
 _TORCH_NAMES = {
@@ -39,7 +39,7 @@ def _is_of(module: str, name: str, array: Any) -> bool:
     """isinstance(array, module.name) without importing the module."""
     loaded = sys.modules.get(module)
     kind = getattr(loaded, name, None)
-    return kind is not None and isinstance(array, kind)
+    return isinstance(kind, type) and isinstance(array, kind)
 
 
 def export(op: str, name: str, array: Any) -> Export:
@@ -72,7 +72,7 @@ def export(op: str, name: str, array: Any) -> Export:
             return _buffers.export(op, name, array)
         except OrchardError:
             raise
-        except Exception as why:  # an exporter may refuse one protocol and offer the other
+        except REFUSALS as why:  # an exporter may refuse one protocol and offer the other
             if not hasattr(array, "__dlpack__"):
                 raise ArgumentError(f"{op}: {name} cannot be read as a buffer: {why}") from why
     if hasattr(array, "__dlpack__"):
@@ -100,6 +100,7 @@ class Operands:
     def __init__(self, op: str) -> None:
         self.op = op
         self.held: List[Export] = []
+        self._outputs: List[Any] = []
 
     def __enter__(self) -> "Operands":
         return self
@@ -131,7 +132,15 @@ class Operands:
         if found.copied:
             raise LayoutError(f"{self.op}: {name} was copied by its exporter: what is written "
                               "there would be lost")
+        self._outputs.append(array)
         return found.tensor(self.op, name)
+
+    def written(self) -> None:
+        """Tells torch that the outputs have new values: autograd refuses gradients that were to be
+        made of the old ones."""
+        for array in self._outputs:
+            if _is_of("torch", "Tensor", array) and not array.is_inference():
+                sys.modules["torch"].autograd.graph.increment_version(array)
 
 
 # ---- Results -------------------------------------------------------------------------------------
@@ -166,6 +175,11 @@ class Imagined:
         address = self._next
         self._next += (size + 4095) // 4096 * 4096
         return Export(address, dtype, shape, None, read_only=False)
+
+
+def _nested(shape: Sequence[int]) -> List[Any]:
+    """Lists of an array without elements."""
+    return [_nested(shape[1:]) for _ in range(shape[0])]
 
 
 class Array:
@@ -218,7 +232,9 @@ class Array:
 
     def tolist(self) -> Any:
         """Elements as nested lists (f16 and bf16 as their 16 bits)."""
-        return self.memory().tolist() if self._bytes else []
+        if not self._bytes:  # a memoryview has no such shape
+            return _nested(self.shape)
+        return self.memory().tolist()
 
     def _export(self) -> Export:
         return Export(ctypes.addressof(self._memory), self._dtype, self.shape, None, False,

@@ -21,6 +21,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 from . import _structs
 from ._context import Context, context
+from ._exports import REFUSALS
 from ._library import ArgumentError, OutOfMemoryError, lib
 from ._uncompiled import uncompiled
 from .arrays import Operands, empty_like_kind
@@ -41,33 +42,55 @@ class Gradients(NamedTuple):
 # ---- Options: numbers as C takes them ------------------------------------------------------------
 
 
-def _integer(op: str, name: str, value: Any, low: int, high: int) -> int:
+def _shown(value: Any) -> str:
+    """For a sentence: repr, where that is one."""
+    try:
+        text = repr(value)
+    except REFUSALS:  # an int of thousands of digits; a class with a mistake in its __repr__
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _integer(op: str, name: str, value: Any, low: int, high: int,
+             kind: str = "an integer") -> int:
     """ctypes would cut a number that does not fit; this refuses it."""
     try:
         number = operator.index(value)
-    except Exception:
-        raise ArgumentError(f"{op}: {name} is {value!r}, must be an integer") from None
+    except REFUSALS:
+        raise ArgumentError(f"{op}: {name} is {_shown(value)}, must be {kind}") from None
     if not low <= number <= high:
-        raise ArgumentError(f"{op}: {name} is {number}, must be {low} ... {high}")
+        raise ArgumentError(f"{op}: {name} is {_shown(number)}, must be {low} ... {high}")
     return number
 
 
 def _flag(op: str, name: str, value: Any) -> int:
     """NumPy's bool is no integer to Python, but it is meant as one here."""
     meant = bool(value) if type(value).__name__ in ("bool", "bool_") else value
-    return _integer(op, name, meant, -2**31, 2**31 - 1)
+    return _integer(op, name, meant, -2**31, 2**31 - 1, "True or False")
 
 
 def _int64(op: str, name: str, value: Any) -> int:
     return _integer(op, name, value, -2**63, 2**63 - 1)
 
 
+def _is_real(value: Any) -> bool:
+    """NumPy's texts and complex numbers convert to float too."""
+    if isinstance(value, numbers.Real):
+        return True
+    if isinstance(value, (str, numbers.Complex)) or "complex" in str(getattr(value, "dtype", "")):
+        return False
+    return hasattr(value, "__float__")
+
+
 def _real(op: str, name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
-        raise ArgumentError(f"{op}: {name} is {value!r}, must be a number")
+    if not _is_real(value):
+        raise ArgumentError(f"{op}: {name} is {_shown(value)}, must be a number")
+    if getattr(value, "requires_grad", False):
+        raise ArgumentError(f"{op}: {name} is a torch tensor that requires grad, and gets no "
+                            f"gradient: pass float({name})")
     try:
         return float(value)
-    except Exception as why:
+    except REFUSALS as why:
         raise ArgumentError(f"{op}: {name} is no number that fits: {why}") from None
 
 
@@ -75,7 +98,7 @@ def _window(op: str, window: Any) -> Tuple[int, int]:
     try:
         left, right = window
     except (TypeError, ValueError):
-        raise ArgumentError(f"{op}: window is {window!r}, must be (left, right), "
+        raise ArgumentError(f"{op}: window is {_shown(window)}, must be (left, right), "
                             "-1 for no limit") from None
     return (-1 if left is None else _int64(op, "window's left", left),
             -1 if right is None else _int64(op, "window's right", right))
@@ -96,7 +119,7 @@ def _fill(operands: Operands, into: _structs.Attention, options: Dict[str, Any])
         into.scale, into.has_scale = _real(op, "scale", options["scale"]), 1
     into.causal = _flag(op, "causal", options["causal"])
     if not isinstance(options["align"], str) or options["align"] not in _ALIGN:
-        raise ArgumentError(f"{op}: align is {options['align']!r}, must be \"top_left\" or "
+        raise ArgumentError(f"{op}: align is {_shown(options['align'])}, must be \"top_left\" or "
                             "\"bottom_right\"")
     into.align = _ALIGN[options["align"]]
     if options["window"] is not None:
@@ -110,7 +133,7 @@ def _fill(operands: Operands, into: _structs.Attention, options: Dict[str, Any])
 
 def _context(op: str, backend: Any, threads: Any) -> Context:
     if backend is not None and not isinstance(backend, str):
-        raise ArgumentError(f"{op}: backend is {backend!r}, must be a name such as \"cpu\"")
+        raise ArgumentError(f"{op}: backend is {_shown(backend)}, must be a name such as \"cpu\"")
     if backend is not None and not (backend.isascii() and backend.isprintable()):
         raise ArgumentError(f"{op}: backend is {backend[:100]!r}, which no backend is called")
     return context(threads=_integer(op, "threads", threads, -2**31, 2**31 - 1),
@@ -119,12 +142,13 @@ def _context(op: str, backend: Any, threads: Any) -> Context:
 
 # ---- Calls ---------------------------------------------------------------------------------------
 
-Run = Callable[[Context, str, Any], Any]
+Run = Callable[[Context, Operands, Any], Any]
 New = Callable[[str, str, Any, Tuple[int, ...], int], Any]
 
 
-def _run(ctx: Context, op: str, args: Any) -> None:
-    ctx.call(getattr(lib, "orchard_" + op), ctypes.byref(args))
+def _run(ctx: Context, operands: Operands, args: Any) -> None:
+    ctx.call(getattr(lib, "orchard_" + operands.op), ctypes.byref(args))
+    operands.written()
 
 
 def _new(op: str, name: str, like: Any, shape: Tuple[int, ...], dtype: int) -> Any:
@@ -159,7 +183,7 @@ def forward(run: Run, new: New, q: Any, k: Any, v: Any, out: Any, lse: Any, back
                 lse = new(op, "lse", q, rows, lse_dtype(views.q.dtype))
         args.out = operands.output("out", out)
         args.lse = operands.output("lse", lse)
-        return out, lse, run(_context(op, backend, threads), op, args)
+        return out, lse, run(_context(op, backend, threads), operands, args)
 
 
 def lse_dtype(dtype: int) -> int:
@@ -172,10 +196,10 @@ def _asked(op: str, want: Any, given: Dict[str, Any]) -> set:
     try:
         wanted = set(names)
     except TypeError:
-        raise ArgumentError(f"{op}: want is {want!r}, must hold names of gradients") from None
+        raise ArgumentError(f"{op}: want is {_shown(want)}, must hold names of gradients") from None
     unknown = sorted(str(name) for name in wanted - set(given))
     if unknown:
-        raise ArgumentError(f"{op}: want holds {unknown[0]!r}, there are: {', '.join(given)}")
+        raise ArgumentError(f"{op}: want holds {_shown(unknown[0])}, there are: {', '.join(given)}")
     return wanted | {name for name, array in given.items() if array is not None}
 
 
@@ -203,7 +227,7 @@ def backward(run: Run, new: New, dout: Any, q: Any, k: Any, v: Any, out: Any, ls
             elif results[name] is None and name in ("dbias", "dsinks"):
                 raise ArgumentError(f"{op}: {name} is wanted without {name[1:]}")
             setattr(args, name, operands.output(name, results[name]))
-        return Gradients(**results), run(_context(op, backend, threads), op, args)
+        return Gradients(**results), run(_context(op, backend, threads), operands, args)
 
 
 @uncompiled

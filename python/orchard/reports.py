@@ -11,7 +11,7 @@ from . import _structs, attention
 from ._context import Context
 from ._library import ArgumentError, check, lib
 from ._uncompiled import uncompiled
-from .arrays import Imagined
+from .arrays import Imagined, Operands
 
 
 def _text(value: Optional[bytes]) -> Optional[str]:
@@ -39,8 +39,8 @@ class Explanation:
         return "\n".join([first, *rest])
 
 
-def _explain(ctx: Context, op: str, args: Any) -> Explanation:
-    found = _structs.Explanation()
+def _explain(ctx: Context, operands: Operands, args: Any) -> Explanation:
+    op, found = operands.op, _structs.Explanation()
     ctx.call(lib.orchard_explain, op.encode(), ctypes.byref(args), ctypes.byref(found))
     asked = tuple((_text(found.name[i]) or "", _text(found.reason[i])) for i in range(found.asked))
     return Explanation(op, _text(found.backend), _text(found.cpu), found.scratch_bytes, asked)

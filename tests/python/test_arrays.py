@@ -12,7 +12,7 @@ import numpy as np
 import orchard
 import pytest
 import torch
-from orchard import _dlpack, _structs
+from orchard import _buffers, _dlpack, _structs
 from orchard.arrays import Array, Operands, empty_like_kind, export
 
 RNG = np.random.default_rng(11)
@@ -510,7 +510,8 @@ except BufferError as error:
 
 
 def test_our_own_empty_and_scalar_arrays():
-    assert Array((2, 0), _structs.F32).tolist() == []
+    for shape in ((2, 0), (0, 2), (2, 3, 0), (2, 0, 3)):
+        assert Array(shape, _structs.F32).tolist() == np.empty(shape).tolist()
     assert torch.from_dlpack(Array((2, 0), _structs.F32)).shape == (2, 0)
     scalar = Array((), _structs.F64)
     scalar.memory()[()] = 2.5
@@ -546,6 +547,42 @@ def test_tensors_that_are_watched_are_refused():
         torch.jit.trace(call, x, check_trace=False)
 
 
+def test_torch_hears_of_outputs_that_were_written():
+    """Else autograd computes gradients of values that are no longer there."""
+    x, other = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8, requires_grad=True)
+    out, lse, dq = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5), torch.zeros(2, 1, 2, 5, 8)
+
+    def saved(given):
+        return (other[:, :, :, 0] * given).sum() if given.dim() == 3 else (other * given).sum()
+
+    losses = [saved(out), saved(lse), saved(dq[0])]
+    orchard.explain("attention_forward", x, x, x, out=out, lse=lse)
+    with pytest.raises(orchard.ShapeError):
+        orchard.attention_forward(x, x[..., :4], x, out=out, lse=lse)
+    torch.autograd.grad(losses[0], other, retain_graph=True)  # nothing was written yet
+    orchard.attention_forward(x, x, x, out=out, lse=lse)
+    orchard.attention_backward(x, x, x, x, out, lse, dq=dq[1])  # a view of the same memory
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():
+        unrecorded = torch.zeros(1, 2, 5, 8)
+    orchard.attention_forward(x, x, x, out=unrecorded)
+    assert torch.equal(unrecorded, out)
+
+
+def test_a_stand_in_for_torch_is_not_asked():
+    code = """
+import sys, unittest.mock, numpy as np, orchard
+sys.modules["torch"] = unittest.mock.MagicMock()
+sys.modules["torch"].__spec__ = None
+q = np.ones((1, 1, 2, 2), np.float32)
+print(orchard.attention_forward(q, q, q)[0].tolist(), "enable" in dir(orchard))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[[[[1.0, 1.0], [1.0, 1.0]]]] False\n", done.stderr
+
+
 def test_masked_arrays_are_refused():
     q = numbers(1, 2, 3, 4)
     with pytest.raises(orchard.ArgumentError, match="k is a masked array, and its mask would be lost"):
@@ -559,6 +596,34 @@ def test_no_memory_for_a_result():
     for kind in (np.asarray, lambda x: torch.as_strided(torch.ones(1), x.shape, (0,) * 4), memoryview):
         with pytest.raises(orchard.OutOfMemoryError, match=r"no memory for out, \[64, 4096, 1073"):
             orchard.attention_forward(kind(q), kind(k), kind(v))
+
+
+def test_exceptions_of_others_arrive_as_they_are(monkeypatch):
+    """Those of a signal's handler, say: a deadline is not a reason to try another way."""
+    def late(*_, **__):
+        raise TimeoutError("deadline")
+
+    q = numbers(1, 1, 8, 8)
+    exporter = Exporter(numbers(1, 1, 8, 8))
+    exporter.__dlpack__ = late
+    number = type("Number", (), {"__index__": late, "__float__": late})()
+    for call in (lambda: orchard.attention_forward(exporter, q, q),
+                 lambda: orchard.attention_forward(q, q, q, seed=number),
+                 lambda: orchard.attention_forward(q, q, q, scale=number)):
+        with pytest.raises(TimeoutError, match="deadline"):
+            call()
+    monkeypatch.setattr(_buffers, "_dtype", late)
+    block = bytearray(4 * 8 * 8)
+    with pytest.raises(TimeoutError, match="deadline"):
+        orchard.attention_forward(memoryview(block).cast("f", [1, 1, 8, 8]), q, q)
+
+
+def test_a_refused_buffer_is_given_back_at_once():
+    block = array.array("I", [1, 2, 3, 4])
+    with pytest.raises(orchard.DtypeError, match='format "I"') as held:
+        orchard.attention_forward(block, None, None)
+    block.append(0)  # while the traceback lives
+    assert held.tb is not None
 
 
 @pytest.mark.parametrize("kind", [lambda block: memoryview(block).cast("f", [1, 1, 8, 8]),

@@ -363,6 +363,40 @@ def test_explain_refuses_what_the_call_refuses():
     assert str(one.value) == str(two.value)
 
 
+class Unspeakable:
+    def __repr__(self):
+        raise AttributeError("no name")
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"seed": 10**5000}, "seed is a int, must be 0 ... 18446744073709551615"),
+    ({"seed": -1}, "seed is -1, must be 0 ... 18446744073709551615"),
+    ({"seed": Unspeakable()}, "seed is a Unspeakable, must be an integer"),
+    ({"max_t": "x" * 1000}, "max_t is 'xxxxxxxxxxx"),
+    ({"causal": "yes"}, "causal is 'yes', must be True or False"),
+    ({"causal": 2}, "causal is 2, must be 0 or 1"),
+    ({"align": Unspeakable()}, "align is a Unspeakable, must be"),
+    ({"window": Unspeakable()}, "window is a Unspeakable, must be"),
+    ({"backend": Unspeakable()}, "backend is a Unspeakable, must be"),
+    ({"threads": 257}, "threads is 257, must be 0 ... 256"),
+    ({"scale": "1"}, "scale is '1', must be a number"),
+    ({"scale": np.str_("1")}, "must be a number"),
+    ({"scale": 1j}, "scale is 1j, must be a number"),
+    ({"scale": np.complex64(1)}, "must be a number"),
+    ({"scale": np.array(1j)}, "must be a number"),
+    ({"scale": torch.tensor(1j)}, "must be a number"),
+    ({"scale": torch.tensor(1.0, requires_grad=True)}, "scale is a torch tensor that requires grad"),
+    ({"scale": 10**400}, "scale is no number that fits"),
+    ({"softcap": torch.ones(2)}, "softcap is no number that fits"),
+    ({"softcap": 1e40}, "softcap is 1e+40, must be 1e-30 ... 1e+30"),
+])
+def test_options_that_are_refused(options, words):
+    q = np.ones((1, 1, 2, 2), np.float32)
+    with pytest.raises(orchard.ArgumentError) as refused:
+        orchard.attention_forward(q, q, q, **options)
+    assert words in str(refused.value) and len(str(refused.value)) < 300
+
+
 @pytest.mark.parametrize("name", ["é" * 1000, "cpu\udc80", "cpu\0", "no\nname"])
 def test_names_of_backends_that_no_backend_has(name):
     q = np.ones((1, 1, 2, 2), np.float32)

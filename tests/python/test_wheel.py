@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -248,6 +249,16 @@ def orchard(*words, status=0):
                           timeout=200)
     assert done.returncode == status, done.stdout + done.stderr
     return done
+
+
+def test_the_command_has_the_signals_of_a_shell_s(tmp_path):
+    """Python ignores SIGPIPE, and so would what it becomes: `python -m orchard ... | head`."""
+    told = tmp_path / "told"
+    told.write_text("#!/bin/sh\nkill -PIPE $$\necho survived\n")
+    told.chmod(0o755)
+    done = subprocess.run([sys.executable, "-m", "orchard"], capture_output=True, text=True,
+                          env={**os.environ, "ORCHARD_COMMAND": str(told)})
+    assert done.returncode == -signal.SIGPIPE and "survived" not in done.stdout
 
 
 def test_doctor_through_python():
