@@ -64,11 +64,14 @@ class Flash(torch.autograd.Function):
         seed = new_seed(dropout_p) if seed is None else seed
         out, lse = attend(*arguments(call, seed))
         mask = states.pack(call, lse, seed)
+        # No view: torch lets nobody change in place what is one. What is saved is what the caller
+        # has, so that torch notices such a change.
+        out = torch.ops.aten._unsafe_view.default(out, out_shape(q, v))
         ctx.save_for_backward(q, k, v, out, lse, seed)
         ctx.options = (scale, dropout_p, causal)
         ctx.mark_non_differentiable(mask)
         ctx.set_materialize_grads(False)
-        return out.view(out_shape(q, v)), mask
+        return out, mask
 
     @staticmethod
     def backward(ctx, grad_out: Optional[Tensor], grad_mask: Optional[Tensor] = None) -> tuple:
@@ -82,7 +85,7 @@ def backward_of(ctx, grad_out: Optional[Tensor], run: Callable[..., tuple]) -> t
         return (None,) * 7
     q, k, v, out, lse, seed = ctx.saved_tensors
     call = checked(q, k, v, *ctx.options)
-    made = run(needs, folded(grad_out), None, out, lse, *arguments(call, seed))
+    made = run(needs, folded(grad_out), None, folded(out), lse, *arguments(call, seed))
     grads = [None if x is None else x.view(of.shape) for x, of in zip(made, (q, k, v))]
     return (*grads, None, None, None, None)
 
@@ -122,6 +125,8 @@ def checked(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
     check_tensors(q=q, k=k, v=v)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0,1), got {dropout_p}")
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise ValueError("flash_attn: scale requires grad, and gets none: pass float(scale)")
     if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"flash_attn: q, k and v have {q.dim()}, {k.dim()} and {v.dim()} "
                          "dimensions, must all have 3, [B,S,D], or 4, [B,H,S,D]")

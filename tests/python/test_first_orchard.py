@@ -636,6 +636,19 @@ def test_the_log_of_calls(tmp_path):
 
 # ---- Errors --------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(2, 5, 8), (2, 3, 5, 8)], ids=str)
+def test_out_may_be_changed_in_place(way, shape):
+    """Backward needs the old one, and says so; where it needs none, nothing is in the way."""
+    tensors = qkv(*shape)
+    out, _ = WAYS[way](*tensors, 0.3, 0.0, False)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    out, _ = WAYS[way](*(x.detach() for x in tensors), 0.3, 0.0, False)
+    close(out.mul_(2), 2 * formula(*(x.detach().double() for x in tensors), 0.3, False))
+
+
 def test_errors():
     q = random(2, 4, 8)
     for way in WAYS.values():
@@ -643,6 +656,10 @@ def test_errors():
             with pytest.raises((ValueError, RuntimeError),
                                match=re.escape(f"dropout_p must be in [0,1), got {p}")):
                 way(q, q, q, 1.0, p, False)
+    learned = torch.tensor(0.5, requires_grad=True)
+    for name in ("orchard_ops", "orchard_bridge", "FlashAttnFunction"):  # torch.ops warns by itself
+        with pytest.raises(ValueError, match="scale requires grad, and gets none"):
+            WAYS[name](q, q, q, learned, 0.0, False)
     with pytest.raises(RuntimeError, match=re.escape(
             "[orchard][flash_attn_function] Input tensors must be on 'mps' device, got "
             "['meta', 'cpu', 'cpu']")):

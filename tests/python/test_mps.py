@@ -253,6 +253,13 @@ def test_a_pytorch_without_compile_shader():
     assert counted(old)[0][2] == 1
 
 
+@pytest.mark.parametrize("value, fast", [("1", True), ("", True), ("0", False)])
+def test_kernels_are_not_compiled_with_fast_math(value, fast, monkeypatch):
+    monkeypatch.setenv("PYTORCH_MPS_FAST_MATH", value)
+    reason = Launcher().supported("attention_forward", operands_of())
+    assert fast == ("PYTORCH_MPS_FAST_MATH would let kernels lose" in str(reason))
+
+
 @pytest.mark.parametrize("change, error, words", [
     (lambda o: o.update(k=o["k"].half()), TypeError, "k is f16, must be f32"),
     (lambda o: o.update(q=o["q"].to(torch.complex64)), TypeError, "q is torch.complex64"),

@@ -170,6 +170,30 @@ def test_halves_packed_sequences_and_dropout_of_a_refused_call(launcher):  # noq
     assert [line.backend for line in launcher.report() if line.reason is None] == ["pytorch"]
 
 
+@pytest.mark.parametrize("options", [
+    {"bias": lambda: 40 + torch.rand(2, 4, 13, 201)}, {"alibi_slopes": lambda: -0.3 * torch.ones(4)},
+    {"attn_mask": lambda: 40 + torch.rand(13, 201)}], ids=lambda options: list(options)[0])
+def test_biases_of_a_refused_call_are_not_rounded(launcher, options):  # noqa: F811
+    """To bfloat16, where 40.01 and 40.1 are the same."""
+    options = {name: make() for name, make in options.items()}
+    inputs = [rand(2, 4, n, 16).bfloat16() for n in (13, 201, 201)]
+    true, _ = formula(*(x.double() for x in inputs), **options, dtype=torch.float64)
+    launcher.device()  # compiles a probe: the kernel shall fail
+    fake_mps.fail("compile", 1)
+    out = attention(*map(fake_mps.tensor, inputs),
+                    **{name: fake_mps.tensor(x) for name, x in options.items()})
+    torch.testing.assert_close(out.cpu().double(), true, rtol=2 ** -8, atol=2 ** -8)
+    assert [line.backend for line in launcher.report() if line.reason is None] == ["pytorch"]
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=["torch", "explicit"])
+def test_a_refused_call_without_heads(launcher, options):  # noqa: F811
+    q = fake_mps.tensor(torch.zeros(2, 0, 5, 8, dtype=torch.float64))
+    slopes = fake_mps.tensor(torch.zeros(0, dtype=torch.float64))
+    found = attention(q, q, q, alibi_slopes=slopes, **options)
+    assert (found[0] if options else found).shape == (2, 0, 5, 8)
+
+
 def test_empty_sequences_of_a_refused_call_have_a_gradient(launcher):  # noqa: F811
     q, k, v = (fake_mps.tensor(torch.zeros(0, 2, 4, dtype=torch.float64)) for _ in range(3))
     k.requires_grad_()
@@ -564,6 +588,7 @@ def test_without_the_standin_these_tests_fail_with_a_sentence():
 
 @pytest.mark.parametrize("options", [
     {}, dict(is_causal=True), dict(is_causal=True, causal_alignment="bottom_right"), dict(scale=0.7),
+    dict(is_causal=True, scale=0.0), dict(is_causal=True, scale=-0.7),
     dict(window=(5, 3)), dict(window=(-1, 2)), dict(window=(5, sys.maxsize)),
     dict(is_causal=True, causal_alignment="bottom_right", window=(9, -1))], ids=str)
 @pytest.mark.parametrize("extra", ["none", "bias", "attn_mask", "alibi_slopes", "key_lengths", "all"])

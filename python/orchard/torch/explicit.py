@@ -172,7 +172,7 @@ def _scene(q, k, tensors, lengths_t, lengths_s, options, dtype) -> Scene:
         seen = seen & mask
     penalty = factor = None
     if alibi is not None:
-        penalty = alibi.to(dtype).view(-1, heads, 1, 1) * (at - keys).abs()
+        penalty = alibi.to(dtype)[..., None, None] * (at - keys).abs()
     if options.dropout > 0:
         joined = tensors[6] is None and tensors[8] is None  # no sinks, not packed
         kept = Keep.apply(seed, options.dropout, batch, heads, length_t, length_s, joined)

@@ -27,6 +27,7 @@ changes for autograd: outputs must be fresh tensors.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Union
 
 import torch
@@ -47,6 +48,7 @@ Options = Dict[str, Any]
 LENGTHS = ("key_lengths", "cu_seqlens_q", "cu_seqlens_k")
 
 NOT_COMPILED = "the device's compiler refused a kernel"  # as the C library says it
+FAST_MATH = "PYTORCH_MPS_FAST_MATH would let kernels lose infinities, NaN and precision"
 NO_COMPILER = "this PyTorch cannot compile shaders: torch.mps.compile_shader needs 2.7"
 
 # Does this GPU have 8x8 matrices, and how wide is a SIMD group? Asked by compiling, not by name.
@@ -138,6 +140,8 @@ class Launcher:
     def _ask_device(self) -> Union[_launch.DeviceInfo, str]:
         if not hasattr(self._mps, "compile_shader"):
             return NO_COMPILER
+        if os.environ.get("PYTORCH_MPS_FAST_MATH", "0") != "0":  # as torch asks, once
+            return FAST_MATH
         for matrix, statements in ((1, _MATRIX), (0, "")):
             try:
                 probe = self._mps.compile_shader(_PROBE % statements).orchard_probe

@@ -117,6 +117,7 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     only_causal = options.get("causal") and not (
         options.get("align") or options.get("has_window")
+        or options.get("has_scale") and options["scale"] <= 0  # torch multiplies its -inf by it
         or any(inputs.get(n) is not None for n in ("bias", "mask", "alibi", "key_lengths")))
     mask: Optional[torch.Tensor] = None
     if only_causal:
@@ -131,10 +132,10 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
         if shown is not None:
             k, v = explicit.hide(shown, k, v)
         if inputs.get("alibi") is not None:
-            slopes = inputs["alibi"].reshape(-1, q.shape[1], 1, 1) * -apart
+            slopes = inputs["alibi"][..., None, None] * -apart
             mask = slopes if mask is None else mask + slopes
         if mask is not None:
-            mask = (mask if seen is None else mask.masked_fill(~seen, float("-inf"))).to(q.dtype)
+            mask = mask if seen is None else mask.masked_fill(~seen, float("-inf"))
         else:
             mask = seen
     # Not F's, nor a name of this module: `orchard.enable()` leads both back here.
@@ -142,6 +143,14 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
         q, k, v, attn_mask=mask, dropout_p=options.get("dropout", 0.0), is_causal=bool(only_causal),
         scale=options["scale"] if options.get("has_scale") else None,
         enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _has_words(inputs: mps.Operands, options: mps.Options) -> bool:
+    """Whether PyTorch's scaled_dot_product_attention can be told all of the call. It takes a bias
+    of q's dtype only: a wider one, and ALiBi's penalties, would be rounded."""
+    return not any(options.get(name) or inputs.get(name) is not None for name in NO_WORD) and all(
+        inputs.get(name) is None or inputs[name].dtype == inputs["q"].dtype
+        for name in ("bias", "alibi"))
 
 
 def _strict() -> bool:
@@ -190,7 +199,7 @@ def instead(with_lse: bool, needs: int, *arguments: Any
         return None
     _note("attention_forward", reason)
     _check_lengths(inputs, options)
-    if with_lse or any(options.get(name) or inputs.get(name) is not None for name in NO_WORD):
+    if with_lse or not _has_words(inputs, options):
         return _explicit(arguments)
     out = fall_back(inputs, options)
     _by_pytorch("attention_forward")
