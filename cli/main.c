@@ -32,7 +32,8 @@ static void print_help(FILE *file)
     fputs("  --version  the library's version\n"
           "  --help     this text; orchard COMMAND --help explains a command\n\n"
           "Environment: ORCHARD_BACKEND, ORCHARD_CPU, ORCHARD_THREADS, ORCHARD_STRICT,\n"
-          "ORCHARD_DEBUG, ORCHARD_AUDIT, ORCHARD_RECORD and ORCHARD_TUNE.\n",
+          "ORCHARD_DEBUG, ORCHARD_AUDIT, ORCHARD_RECORD, ORCHARD_TUNE and others:\n"
+          "README.md explains them all.\n",
           file);
 }
 
