@@ -43,6 +43,7 @@ def _ensure_shared_mps_tensor(t: Optional[Tensor]) -> Optional[Tensor]:
     return t
 
 
+@torch.compiler.allow_in_graph  # as flash_ops.Flash
 class FlashAttnFunction(torch.autograd.Function):
     """FlashAttnFunction.apply(q, k, v, scale, dropout_p, causal) -> (out, mask)."""
 

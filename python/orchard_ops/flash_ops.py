@@ -19,7 +19,6 @@ from . import state as states
 from .state import Call
 
 
-
 def flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float = 0.0,
                    causal: bool = False) -> Tuple[Tensor, Tensor]:
     """(out, mask): attention of [B,S,D] or [B,H,S,D] tensors; `out` carries gradients.
@@ -54,6 +53,9 @@ def flash_attn_bwd(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tens
 
 # ---- Autograd ------------------------------------------------------------------------------------
 
+# Compiled code calls it as it is: a Function that torch.compile looks into loses autograd's check
+# for changes in place, and gradients would be wrong.
+@torch.compiler.allow_in_graph
 class Flash(torch.autograd.Function):
     """(out, mask) with gradients, of second order too."""
 

@@ -649,6 +649,29 @@ def test_out_may_be_changed_in_place(way, shape):
     close(out.mul_(2), 2 * formula(*(x.detach().double() for x in tensors), 0.3, False))
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("changed", ["out", "q", "v"])
+def test_compiled_code_notices_changes_in_place(way, backend, changed):
+    """What backward needs; code that changes nothing has the true gradients."""
+    def call(q, k, v, change):
+        q, v = q * 1, v * 1
+        out, _ = WAYS[way](q, k, v, 0.3, 0.0, False)
+        if change:
+            {"out": out, "q": q, "v": v}[changed].mul_(2)
+        return out.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    tensors = qkv(2, 3, 5, 8)
+    found = torch.autograd.grad(compiled(*tensors, False), tensors)
+    true = torch.autograd.grad(formula(*tensors, 0.3, False).sum(), tensors)
+    for a, b in zip(found, true):
+        close(a, b)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        compiled(*tensors, True).backward()
+
+
 def test_errors():
     q = random(2, 4, 8)
     for way in WAYS.values():
