@@ -102,7 +102,7 @@ def attend(*given) -> Tuple[Tensor, Tensor]:
     try:
         return ops.forward(*given)
     except RuntimeError as error:
-        raise cpu.translate(error) from None
+        cpu.reraise(error)
 
 
 def differentiate(needs: int, dout: Tensor, dlse: Optional[Tensor], out: Tensor, lse: Tensor,

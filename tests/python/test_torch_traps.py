@@ -131,18 +131,28 @@ def test_errors_of_others_stay_theirs():
     class Full(RuntimeError):
         pass
 
-    def full(tensor, kind):
-        raise kind("attention cache is full")
+    def full(kind):
+        try:
+            raise OSError("no space left")
+        except OSError as why:
+            raise kind("attention cache is full") from why
+
+    def same(x):
+        return x
 
     q, k, v = leaves()
     for options in ({}, {"window": (2, 2)}):
-        for kind in (Full, RuntimeError):
-            with pytest.raises(orchard.ShapeError):
-                attention(q, k[..., :2], v, **options)
-            with torch.autograd.graph.saved_tensors_hooks(lambda x: full(x, kind), lambda x: x):
-                with pytest.raises(RuntimeError, match="attention cache is full") as caught:
-                    attention(q, k, v, **options)
-            assert type(caught.value) is kind
+        for kind in (Full, RuntimeError, ValueError):
+            def hook(x):
+                full(kind)
+
+            for hooks in ((hook, same), (same, hook)):
+                with pytest.raises(orchard.ShapeError):
+                    attention(q, k[..., :2], v, **options)
+                with torch.autograd.graph.saved_tensors_hooks(*hooks):
+                    with pytest.raises(kind, match="attention cache is full") as caught:
+                        attention(q, k, v, **options).sum().backward()
+                assert type(caught.value) is kind and type(caught.value.__cause__) is OSError
 
 
 def test_another_threads_compiler_changes_nothing():

@@ -42,7 +42,7 @@ def _backward(*args):
     try:
         return ops.backward(*args)
     except RuntimeError as error:
-        raise cpu.translate(error) from None
+        cpu.reraise(error)
 
 
 def gradients(needs: int, dout, dlse, out, lse, tensors, options):
@@ -105,7 +105,7 @@ def _plain_backward(ctx, dout):
     try:
         dq, dk, dv = ops.plain_backward(needs, dout, *ctx.saved_tensors, *ctx.options)
     except RuntimeError as error:
-        raise cpu.translate(error) from None
+        cpu.reraise(error)
     return dq if q else None, dk if k else None, dv if v else None, None
 
 

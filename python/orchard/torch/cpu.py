@@ -12,7 +12,7 @@ import os
 import pathlib
 import sys
 from ctypes import byref
-from typing import Optional, Tuple
+from typing import NoReturn, Optional, Tuple
 
 import torch
 
@@ -131,7 +131,7 @@ def kernel() -> str:
     return "python" if _c is None else "c"
 
 
-def translate(error: RuntimeError) -> Exception:
+def translate(error: Exception) -> Exception:
     """What kernel.c raised, as the exception that Python's kernel would have raised."""
     if _c is None or type(error) is not RuntimeError:
         return error
@@ -139,6 +139,14 @@ def translate(error: RuntimeError) -> Exception:
     kind = ERRORS.get(_c.orchard_torch_take_status())
     ours = sentence.startswith(("attention", "ctx_create", "opencl: ", "metal: "))
     return kind(sentence) if kind and ours else error
+
+
+def reraise(error: Exception) -> NoReturn:
+    """Raises that; what others raised, a hook say, as it is, with its cause."""
+    found = translate(error)
+    if found is error:
+        raise error
+    raise found from None
 
 
 def misused(error: Exception) -> bool:

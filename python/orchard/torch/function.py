@@ -418,4 +418,4 @@ def scaled_dot_product_attention(
                                     "or False") from None
         _check_number("dropout_p", dropout_p)
         _check_alignment(causal_alignment)
-        raise cpu.translate(error) from None
+        cpu.reraise(error)
