@@ -357,15 +357,15 @@ static void options(fixture *f)
     REFUSE(PADDED, BOTH, ARGUMENT, "softcap is inf, must be positive", a->softcap = INFINITY);
     REFUSE(PADDED, BOTH, ARGUMENT, "softcap is nan, must be positive",
            a->softcap = fabs((double)NAN));
-    REFUSE(PADDED, BOTH, ARGUMENT, "scale is -2e+38, must be -1e+38 ... 1e+38 for scores in f32",
-           a->scale = -2e38, a->has_scale = 1);
+    REFUSE(PADDED, BOTH, ARGUMENT, "scale is -2e+30, must be -1e+30 ... 1e+30 for scores in f32",
+           a->scale = -2e30, a->has_scale = 1);
     REFUSE(PADDED, BOTH, ARGUMENT,
            "softcap is 1e-31, must be 1e-30 ... 1e+30 for scores in f32, or 0 for none",
            a->softcap = 1e-31);
     REFUSE(PADDED, BOTH, ARGUMENT, "softcap is 1e+31, must be 1e-30 ... 1e+30", a->softcap = 1e31);
     REFUSE(PADDED, BOTH, ARGUMENT,
-           "scale is 1e+09 and softcap 1e-30, their ratio must be 1e+38 at most for scores in f32",
-           a->scale = 1e9, a->has_scale = 1, a->softcap = 1e-30);
+           "scale is 2 and softcap 1e-30, their ratio must be 1e+30 at most for scores in f32",
+           a->scale = 2, a->has_scale = 1, a->softcap = 1e-30);
     REFUSE(PADDED, BOTH, ARGUMENT, "dropout is -0.5, must be 0 ... 1", a->dropout = -0.5);
     REFUSE(PADDED, BOTH, ARGUMENT, "dropout is 1.5, must be 0 ... 1", a->dropout = 1.5);
     REFUSE(PADDED, BOTH, ARGUMENT, "dropout is nan, must be 0 ... 1",

@@ -65,7 +65,7 @@ typedef struct orchard_attention {
     orchard_tensor cu_seqlens_q, cu_seqlens_k;
     int64_t max_t, max_s;
 
-    double scale; /* used if has_scale, from -1e38 to 1e38 (f64: 1e308); otherwise 1 / sqrt(D) */
+    double scale; /* used if has_scale, from -1e30 to 1e30 (f64: 1e300); otherwise 1 / sqrt(D) */
     int32_t has_scale;
 
     int32_t causal;      /* 1: query i sees keys j <= p(i) */

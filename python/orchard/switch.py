@@ -149,8 +149,8 @@ def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout_p: Any, is_cau
             dropout_p is True):
         return "a dropout_p that is no number, or that torch refuses"
     if scale is not None and (not isinstance(scale, (int, float, torch.SymFloat))
-                              or isinstance(scale, bool) or not -1e38 <= scale <= 1e38):
-        return "a scale that is no number of -1e38 ... 1e38"
+                              or isinstance(scale, bool) or not -1e30 <= scale <= 1e30):
+        return "a scale that is no number of -1e30 ... 1e30"
     return None if mask is None else _why_not_mask(mask, query, key, is_causal, autocast)
 
 

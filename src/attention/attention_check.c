@@ -244,8 +244,8 @@ static orchard_status check_flag(const orch_expected *e, const char *name, int v
 static orchard_status check_score_factors(const orch_expected *e, double scale, double softcap,
                                           bool wide)
 {
-    const double most = wide ? 1e308 : 1e38;
-    const double least_cap = wide ? 1e-300 : 1e-30, most_cap = wide ? 1e300 : 1e30;
+    /* Kernels multiply q by scale / softcap before its product with k. */
+    const double least_cap = wide ? 1e-300 : 1e-30, most = wide ? 1e300 : 1e30;
     const char *const kind = wide ? "f64" : "f32";
     if (!isfinite(scale)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: scale is %g, must be finite", e->op, scale);
@@ -259,10 +259,10 @@ static orchard_status check_score_factors(const orch_expected *e, double scale, 
         return orch_fail(ORCHARD_ERROR_ARGUMENT,
                          "%s: softcap is %g, must be positive, or 0 for none", e->op, softcap);
     }
-    if (softcap > 0 && (softcap < least_cap || softcap > most_cap)) {
+    if (softcap > 0 && (softcap < least_cap || softcap > most)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT,
                          "%s: softcap is %g, must be %g ... %g for scores in %s, or 0 for none",
-                         e->op, softcap, least_cap, most_cap, kind);
+                         e->op, softcap, least_cap, most, kind);
     }
     if (softcap > 0 && softcap < 1 && fabs(scale) > most * softcap) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT,

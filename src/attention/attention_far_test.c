@@ -277,7 +277,7 @@ static void zero_queries_of_a_huge_scale(void)
                               CASE_SHAPE(1, 2, 1, 3, 40, 8, 8),
                               .dtype = ORCHARD_F32,
                               .has_scale = 1,
-                              .scale = 1e38};
+                              .scale = 1e30};
     problem p;
     problem_make(&p, &c, 30);
     for (int64_t n = 0; n < box_elements(&p.box[Q]); n++) {
@@ -290,6 +290,31 @@ static void zero_queries_of_a_huge_scale(void)
     problem_free(&p);
 }
 
+/* The extremes that are taken, with products of a million: no sum on the way to a score may
+ * overflow, or the soft cap would get another sign. */
+static void largest_scales(void)
+{
+    static const double softcaps[] = {0, 1, 1e30};
+    for (int kind = 0; kind < 2 * 3 * (on_device ? 1 : 2); kind++) {
+        const bool wide = kind >= 6;
+        const attention_case c = {.name = "largest scale",
+                                  CASE_SHAPE(1, 2, 1, 40, 70, 20, 8),
+                                  .dtype = wide ? ORCHARD_F64 : ORCHARD_F32,
+                                  .has_scale = 1,
+                                  .scale = (kind % 2 ? -1 : 1) * (wide ? 1e300 : 1e30),
+                                  .softcap = softcaps[kind / 2 % 3],
+                                  .magnitude = 1e6};
+        problem p, exact;
+        problem_make(&p, &c, 31);
+        problem_upcast(&exact, &p);
+        CHECK_INT(orchard_attention_forward(reference, &exact.forward), ORCHARD_OK);
+        CHECK_INT(orchard_attention_forward(tested, &p.forward), ORCHARD_OK);
+        CHECK_NEAR(off_from_ref(&p, &exact, OUT, true), 0, wide ? 1e-12 : 1e-5);
+        problem_free(&p);
+        problem_free(&exact);
+    }
+}
+
 static const named_check checks[] = {
     {"lowest_bias", rows_of_the_lowest_bias},
     {"one_far_key", one_far_key},
@@ -298,6 +323,7 @@ static const named_check checks[] = {
     {"others_lse", far_lse_of_others},
     {"given_lse", probabilities_follow_the_given_lse},
     {"zero_queries", zero_queries_of_a_huge_scale},
+    {"largest_scales", largest_scales},
 };
 
 int main(int argc, char **argv)
