@@ -340,6 +340,25 @@ static void explaining_needs_no_memory(void)
     }
 }
 
+/* A call that a second backend takes has failed on the first, which is no failure of the call. */
+static void success_leaves_the_sentence_alone(void)
+{
+    static fixture f;
+    orchard_ctx *ctx;
+    const orchard_ctx_opts opts = {.backend = "metal,ref"};
+    fixture_start(&f, PADDED);
+    f.forward.attention = f.attention;
+    CHECK_INT(orchard_ctx_create(&ctx, &opts), ORCHARD_OK);
+    orchard_attention_forward_args wrong = f.forward;
+    wrong.out.data = NULL;
+    CHECK_INT(orchard_attention_forward(ctx, &wrong), ORCHARD_ERROR_ARGUMENT);
+    char before[512];
+    snprintf(before, sizeof before, "%s", orchard_last_error());
+    CHECK_INT(orchard_attention_forward(ctx, &f.forward), ORCHARD_OK);
+    CHECK_STRING(orchard_last_error(), before);
+    orchard_ctx_free(ctx);
+}
+
 int main(int argc, char **argv)
 {
     print_sentences = argc > 1 && strcmp(argv[1], "--sentences") == 0;
@@ -353,5 +372,6 @@ int main(int argc, char **argv)
     debug_line();
     many_reasons();
     explaining_needs_no_memory();
+    success_leaves_the_sentence_alone();
     return check_report("context");
 }

@@ -88,12 +88,14 @@ static void work(void)
 
 static void check_off(const char *value)
 {
-    turn_on("ORCHARD_TENSOR_PROFILE", value ? value : "", "off");
-    if (!value) {
-        unsetenv("ORCHARD_TENSOR_PROFILE");
+    static const char *const variables[] = {"ORCHARD_TENSOR_PROFILE", "ORCHARD_DEBUG_FLASH_ATN",
+                                            "ORCHARD_DEBUG_FLASHATN"};
+    for (size_t i = 0; i < sizeof variables / sizeof *variables; i++) {
+        turn_on(variables[i], value ? value : "", "off");
+        if (!value) {
+            unsetenv(variables[i]);
+        }
     }
-    unsetenv("ORCHARD_DEBUG_FLASH_ATN");
-    unsetenv("ORCHARD_DEBUG_FLASHATN");
     work();
     CHECK_INT(orchard_log_on(), 0);
     orchard_log_call("attention_forward", "metal", NULL);
@@ -332,12 +334,12 @@ static void check_cpu_calls(const char *variable, const char *value, const char 
 
 static void test_cpu_calls(void)
 {
-    check_cpu_calls("ORCHARD_DEBUG_FLASH_ATN", "0", "one");
+    check_cpu_calls("ORCHARD_DEBUG_FLASH_ATN", "1", "one");
 }
 
 static void test_other_spelling(void)
 {
-    check_cpu_calls("ORCHARD_DEBUG_FLASHATN", "", "other");
+    check_cpu_calls("ORCHARD_DEBUG_FLASHATN", "yes", "other");
 }
 
 static void test_refused_calls(void)

@@ -154,7 +154,7 @@ static void views_of_any_operand(fixture *f)
 static void ranks(fixture *f)
 {
     orchard_attention *a = &f->attention;
-    REFUSE(PADDED, BOTH, SHAPE, "q has rank 5, must be 4 ([batch,heads,length,size])",
+    REFUSE(PADDED, BOTH, SHAPE, "q has rank 5, must be 4 ([batch,heads,length,size]) or 3",
            a->q.rank = 5);
     REFUSE(PADDED, BOTH, SHAPE, "k has rank 3, must be 4", a->k.rank = 3);
     REFUSE(ONE_HEAD, BOTH, SHAPE, "v has rank 4, must be 3 as q ([batch,length,size])",
@@ -352,7 +352,7 @@ static void options(fixture *f)
            a->has_scale = 1);
     REFUSE(PADDED, BOTH, ARGUMENT, "scale is nan, must be finite", a->scale = fabs((double)NAN),
            a->has_scale = 1);
-    REFUSE(PADDED, BOTH, ARGUMENT, "softcap is -1, must be positive, or 0 for none",
+    REFUSE(PADDED, BOTH, ARGUMENT, "softcap is -1, must be positive and finite, or 0 for none",
            a->softcap = -1);
     REFUSE(PADDED, BOTH, ARGUMENT, "softcap is inf, must be positive", a->softcap = INFINITY);
     REFUSE(PADDED, BOTH, ARGUMENT, "softcap is nan, must be positive",
@@ -378,17 +378,17 @@ static void options(fixture *f)
 
 static void shared_elements_in_outputs(fixture *f)
 {
-    const char *const words = "elements share memory (size 3 with stride 0 in dimension 2)";
+    const char *const words = "elements may share memory (size 3 with stride 0 in dimension 2)";
     REFUSE(PADDED, FORWARD, LAYOUT, words, f->forward.out.stride[2] = 0);
     REFUSE(PADDED, FORWARD, LAYOUT, words, f->forward.lse.stride[2] = 0);
     REFUSE(PADDED, BACKWARD, LAYOUT, words, f->backward.dq.stride[2] = 0);
     REFUSE(PADDED, BACKWARD, LAYOUT, words, f->backward.dbias.stride[2] = 0);
     REFUSE(PADDED, BACKWARD, LAYOUT,
-           "dk is an output whose elements share memory (size 5 with stride 3",
+           "dk is an output whose elements may share memory (size 5 with stride 3",
            f->backward.dk.stride[2] = 3);
-    REFUSE(PADDED, BACKWARD, LAYOUT, "dv is an output whose elements share memory",
+    REFUSE(PADDED, BACKWARD, LAYOUT, "dv is an output whose elements may share memory",
            f->backward.dv.stride[0] = 59);
-    REFUSE(PADDED, BACKWARD, LAYOUT, "dsinks is an output whose elements share memory",
+    REFUSE(PADDED, BACKWARD, LAYOUT, "dsinks is an output whose elements may share memory",
            f->backward.dsinks.stride[0] = 0);
 }
 

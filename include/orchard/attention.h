@@ -27,8 +27,8 @@
  * takes all weight: out 0, lse +inf. NaN and Inf in a key or value that no query of its batch
  * element sees never reach an output; otherwise they spread as in PyTorch. Sums are fp32, for fp64
  * tensors fp64. The same call gives the same bits with any number of threads, on every instruction
- * set, and however a batch is split into calls (what
- * sums over the batch, dbias and dsinks, and dropout, which counts batch elements, aside). */
+ * set, and however a batch is split into calls (but for dbias and dsinks, which sum over the batch,
+ * and dropout, which counts batch elements). */
 #ifndef ORCHARD_ATTENTION_H
 #define ORCHARD_ATTENTION_H
 

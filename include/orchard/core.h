@@ -148,7 +148,8 @@ typedef int32_t (*orchard_parallel_for_fn)(int64_t begin, int64_t end, int64_t g
 
 /* All-zero is the default. What is set here wins over the environment variable named beside it. */
 typedef struct orchard_ctx_opts {
-    /* At most 256; 0: ORCHARD_THREADS, else one per core. No result depends on it. */
+    /* At most 256; 0: ORCHARD_THREADS, else one per core that the process may use. No result
+     * depends on it. */
     int32_t threads;
     /* 1: a fallback is an error; -1: it is not; 0: ORCHARD_STRICT, else it is not. */
     int32_t strict;
@@ -233,8 +234,8 @@ ORCHARD_API orchard_status orchard_buffer_wrap(orchard_ctx *ctx, orchard_buffer 
 /* Waits until the device no longer uses it. NULL is fine. */
 ORCHARD_API void orchard_buffer_free(orchard_buffer *buffer);
 
-/* Where the CPU sees it, valid after an orchard_ctx_sync of who queued work on it; NULL for private
- * memory. */
+/* Where the CPU sees it, valid once the context that queued work on it has been synced; NULL for
+ * private memory. */
 ORCHARD_API void *orchard_buffer_contents(const orchard_buffer *buffer);
 ORCHARD_API size_t orchard_buffer_bytes(const orchard_buffer *buffer);
 ORCHARD_API orchard_storage orchard_buffer_storage(const orchard_buffer *buffer);
@@ -270,8 +271,8 @@ typedef struct orchard_explanation {
 /* Asks, without running anything, who would take a call. `op` is the call's name without "orchard_"
  * ("attention_forward"), `args` its args struct; tensors are checked but their elements are
  * neither read nor written, except that lengths are read. So there need be no memory behind the
- * others: a number from 2^60 on, where no address is, will do as `data`; it tells where the tensor
- * would lie beside the others. Uses the very plan that the call itself uses. */
+ * others: any address from 2^60 on, where no memory is, will do as `data`; it is only compared with
+ * the other operands' for overlap. Uses the very plan that the call itself uses. */
 ORCHARD_API orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *args,
                                            orchard_explanation *explanation);
 

@@ -257,7 +257,8 @@ static orchard_status check_score_factors(const orch_expected *e, double scale, 
     }
     if (!(softcap >= 0 && isfinite(softcap))) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT,
-                         "%s: softcap is %g, must be positive, or 0 for none", e->op, softcap);
+                         "%s: softcap is %g, must be positive and finite, or 0 for none", e->op,
+                         softcap);
     }
     if (softcap > 0 && (softcap < least_cap || softcap > most)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT,
@@ -283,7 +284,7 @@ static orchard_status check_options(const orch_expected *e, const orchard_attent
     p->scale = in->has_scale ? in->scale : 1.0 / sqrt((double)p->D);
     ORCH_TRY(check_score_factors(e, p->scale, in->softcap, p->dtype == ORCHARD_F64));
     if (!(in->dropout >= 0 && in->dropout <= 1)) {
-        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: dropout is %g, must be 0 ... 1", e->op,
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: dropout is %.9g, must be 0 ... 1", e->op,
                          in->dropout);
     }
     if (in->has_window && (in->window_left < -1 || in->window_right < -1)) {

@@ -2,6 +2,7 @@
 #include "attention/attention_view.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 orchard_status orch_wrong_rank(const orch_expected *e, const char *name,
                                const orchard_tensor *tensor, const char *layout)
@@ -19,7 +20,9 @@ orchard_status orch_view_rows(const orch_expected *e, const char *name,
         return orch_wrong_rank(e, name, tensor,
                                e->packed     ? "3 (packed [total,heads,size])"
                                : e->one_head ? "3 as q ([batch,length,size])"
-                                             : "4 ([batch,heads,length,size])");
+                               : strcmp(name, "q") == 0
+                                   ? "4 ([batch,heads,length,size]) or 3 ([batch,length,size])"
+                                   : "4 ([batch,heads,length,size])");
     }
     *view = (orch_view){.data = tensor->data, .dtype = tensor->dtype, .present = true};
     size[0] = size[1] = 1;

@@ -1,4 +1,8 @@
 /* Contexts: options from code, else from the environment, else defaults; and scratch memory. */
+#ifdef __linux__
+#define _GNU_SOURCE /* sched_getaffinity */
+#include <sched.h>
+#endif
 #include "core/context.h"
 
 #include <stdlib.h>
@@ -45,6 +49,18 @@ static long environment_number(const char *text, long most)
     return *text || value > most ? -1 : value;
 }
 
+/* Those that this process may run on: containers and taskset leave it fewer than there are. */
+static long usable_processors(void)
+{
+#ifdef __linux__
+    cpu_set_t usable;
+    if (sched_getaffinity(0, sizeof usable, &usable) == 0) {
+        return CPU_COUNT(&usable);
+    }
+#endif
+    return sysconf(_SC_NPROCESSORS_ONLN);
+}
+
 static orchard_status settle_threads(orchard_ctx *ctx, const orchard_ctx_opts *opts)
 {
     const char *value = environment("ORCHARD_THREADS");
@@ -63,7 +79,7 @@ static orchard_status settle_threads(orchard_ctx *ctx, const orchard_ctx_opts *o
         }
     }
     if (!threads) {
-        threads = sysconf(_SC_NPROCESSORS_ONLN);
+        threads = usable_processors();
         threads = threads < 1 ? 1 : threads > ORCH_MAX_THREADS ? ORCH_MAX_THREADS : threads;
     }
     ctx->threads = (int32_t)threads;

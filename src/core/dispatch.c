@@ -337,18 +337,16 @@ static orchard_status record(journey *j, const char *path)
 /* What the watch asks for; the call's own sentence survives it. */
 static orchard_status look_after(journey *j, orchard_status status)
 {
-    char sentence[512], path[640], told[680];
+    char sentence[ORCH_SENTENCE], path[640], told[680];
     if (!status && orch_watch_audits(j->watch)) {
         status = audit(j);
     }
     if (j->watch->record && (j->wanted || j->watch->record_all) &&
         orch_watch_record_path(j->watch, path, sizeof path)) {
-        snprintf(sentence, sizeof sentence, "%s", orchard_last_error());
+        orch_sentence_keep(sentence);
         snprintf(told, sizeof told, "recorded in %s", path);
         debug_line(&j->call, record(j, path) ? orchard_last_error() : told);
-        if (status) {
-            return orch_fail(status, "%s", sentence);
-        }
+        orch_sentence_restore(sentence);
     }
     return status;
 }
@@ -356,12 +354,14 @@ static orchard_status look_after(journey *j, orchard_status status)
 orchard_status orch_dispatch(orchard_ctx *ctx, orch_op op, const void *args)
 {
     journey j;
+    char before[ORCH_SENTENCE];
     const char *name = orch_op_entries[op].name;
     if (!ctx || !args) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s is NULL", name, ctx ? "args" : "ctx");
     }
     ctx->ran = NULL, ctx->fell_back = NULL;
     ORCH_TRY(check_devices(ctx, op, true));
+    orch_sentence_keep(before);
     orchard_status status = start(&j, ctx, op, args);
     if (!status) {
         status = run(&j);
@@ -372,6 +372,9 @@ orchard_status orch_dispatch(orchard_ctx *ctx, orch_op op, const void *args)
         orch_report_count(op, j.order[0]->index, not_fetched);
     }
     orch_copies_free(&j.copies);
+    if (!status) {
+        orch_sentence_restore(before);
+    }
     return status;
 }
 

@@ -22,14 +22,19 @@ static void switch_on(orch_log log, const char *variable, const char *usual)
     snprintf(paths[log], sizeof paths[log], "%s", path && *path ? path : usual);
 }
 
+static bool wanted(const char *variable)
+{
+    const char *value = getenv(variable);
+    return value && *value && strcmp(value, "0") != 0;
+}
+
 static void read_environment(void)
 {
-    const char *profile = getenv("ORCHARD_TENSOR_PROFILE");
-    if (profile && *profile && strcmp(profile, "0") != 0) {
+    if (wanted("ORCHARD_TENSOR_PROFILE")) {
         switch_on(ORCH_LOG_PROFILE, "ORCHARD_TENSOR_PROFILE_LOG",
                   "/tmp/orchard_tensor_profile.log");
     }
-    if (getenv("ORCHARD_DEBUG_FLASH_ATN") || getenv("ORCHARD_DEBUG_FLASHATN")) {
+    if (wanted("ORCHARD_DEBUG_FLASH_ATN") || wanted("ORCHARD_DEBUG_FLASHATN")) {
         switch_on(ORCH_LOG_CALLS, "ORCHARD_DEBUG_FLASH_ATN_LOG", "/tmp/flashattn_kernel_calls.log");
     }
 }

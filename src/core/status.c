@@ -3,8 +3,9 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
-static _Thread_local char sentence[512];
+static _Thread_local char sentence[ORCH_SENTENCE];
 
 /* How many bytes the letter has that begins here, by Unicode's table 3-7; 0: this is no UTF-8. */
 static int letter(const unsigned char *text)
@@ -48,6 +49,16 @@ orchard_status orch_fail(orchard_status status, const char *format, ...)
     va_end(arguments);
     keep_utf8(sentence);
     return status;
+}
+
+void orch_sentence_keep(char kept[ORCH_SENTENCE])
+{
+    memcpy(kept, sentence, sizeof sentence);
+}
+
+void orch_sentence_restore(const char kept[ORCH_SENTENCE])
+{
+    memcpy(sentence, kept, sizeof sentence);
 }
 
 const char *orchard_last_error(void)

@@ -8,6 +8,12 @@
 orchard_status orch_fail(orchard_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
+/* The thread's sentence kept and put back: what went wrong inside a call that succeeds is nobody's
+ * most recent failure. */
+#define ORCH_SENTENCE 512
+void orch_sentence_keep(char kept[ORCH_SENTENCE]);
+void orch_sentence_restore(const char kept[ORCH_SENTENCE]);
+
 /* Passes a failure on. */
 #define ORCH_TRY(call)                           \
     do {                                         \

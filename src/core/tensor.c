@@ -42,7 +42,9 @@ orchard_tensor orchard_tensor_dense(const void *data, orchard_dtype dtype, int32
     for (int32_t i = used; i-- > 0;) {
         tensor.size[i] = size[i];
         tensor.stride[i] = (int64_t)stride;
-        stride *= (uint64_t)(size[i] > 0 ? size[i] : 1);
+        /* What is too large stays too large, for the checks of whoever gets the tensor. */
+        const uint64_t times = (uint64_t)(size[i] > 0 ? size[i] : 1);
+        stride = stride > INT64_MAX / times ? INT64_MAX : stride * times;
     }
     return tensor;
 }
@@ -158,7 +160,7 @@ orchard_status orch_tensor_check_distinct(const char *op, const char *name,
         uint64_t stride = (uint64_t)tensor->stride[order[i]];
         if (stride <= reach) {
             return orch_fail(ORCHARD_ERROR_LAYOUT,
-                             "%s: %s is an output whose elements share memory (size "
+                             "%s: %s is an output whose elements may share memory (size "
                              "%" PRId64 " with stride %" PRId64 " in dimension %d)",
                              op, name, tensor->size[order[i]], tensor->stride[order[i]],
                              (int)order[i]);

@@ -269,7 +269,7 @@ def test_kernels_are_not_compiled_with_fast_math(value, fast, monkeypatch):
     (lambda o: o.update(q=draw()["q"]), ValueError, "q is on cpu, must be on mps"),
     (lambda o: o.update(q=torch._neg_view(o["q"])), ValueError, "q is not a plain strided tensor"),
     (lambda o: o.update(out=o["q"]), ValueError, "output out overlaps q in memory"),
-    (lambda o: o.update(out=o["out"][:1].expand(2, 4, 37, 16)), ValueError, "elements share memory"),
+    (lambda o: o.update(out=o["out"][:1].expand(2, 4, 37, 16)), ValueError, "elements may share memory"),
     (lambda o: o["k"].untyped_storage().resize_(99), ValueError,
      "k needs 13568 bytes of its storage, which has 99"),
     (lambda o: o.update(v=o["v"][:, :, :-1]), ValueError, "v has 2 heads and 52 rows"),
