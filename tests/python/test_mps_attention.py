@@ -21,6 +21,7 @@ from orchard import switch
 from orchard.torch import mps
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch.mps_attention import fall_back, refusal
+from orchard.torch.operands import without_options
 from orchard.torch.outputs import DBIAS, DK, DQ, DV
 from orchard_bridge import metal
 from test_mps import NoCompiler, counted, draw, launcher, on_mps  # noqa: F401 (a fixture)
@@ -29,6 +30,25 @@ from torch_formula import formula, judge, rand
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 F64 = "f64 tensors: no GPU backend has double precision"
+
+
+def test_a_refused_backward_of_a_part_of_the_keys():
+    """out and lse are those of all keys, as in ring attention: so are the gradients."""
+    torch.manual_seed(4)
+    rows = [torch.randn(2, 4, n, 8, dtype=torch.float64) for n in (5, 9, 9)]
+    dout, sinks = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    for options in ({}, {"dropout": 0.0, "sinks": sinks}):
+        rest = list(without_options(None, False))
+        rest[3] = options.get("sinks")
+        op = torch.ops.orchard
+        out, lse = op.attention_forward(*rows, *rest)
+        part = [rows[0], rows[1][:, :, :4], rows[2][:, :, :4]]
+        exact = op.attention_backward(7, dout, None, out, lse, *part, *rest)
+        placed = [x if x is None else fake_mps.tensor(x.clone()) for x in (
+            dout, None, out, lse, *part, *rest[:4])]
+        found = op.attention_backward(7, *placed, *rest[4:])
+        for want, have in zip(exact[:3], found):
+            torch.testing.assert_close(have.cpu(), want)
 
 
 # ---- Asking --------------------------------------------------------------------------------------

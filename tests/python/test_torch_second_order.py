@@ -150,6 +150,26 @@ def test_windows_that_end_nowhere(window, same, alignment):
     close(results(window), results(same))
 
 
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+def test_key_lengths_beyond_the_end_of_a_packed_sequence(alignment):
+    """Which has 3 keys: 4 of them are 3, in every order of differentiation."""
+    x, ends = rand(7, 1, 3), torch.tensor([0, 4, 7])
+
+    def results(lengths):
+        def f(y):
+            return attention(y, y, y, is_causal=alignment == "bottom_right",
+                             key_lengths=torch.tensor(lengths), causal_alignment=alignment, cu_seqlens_q=ends, cu_seqlens_k=ends,
+                             max_seqlen_q=4, max_seqlen_k=4)
+
+        y = x.clone().requires_grad_()
+        batched, = torch.autograd.grad(f(y), y, torch.ones(1, 7, 1, 3, dtype=torch.float64),
+                                       is_grads_batched=True, create_graph=True)
+        return [f(x), batched, *second(f, y), torch.func.jvp(f, (x,), (x,))[1]]
+
+    close(results([4, 4]), results([4, 3]))
+    close(results([2, 4]), results([2, 3]))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_sinks_without_keys(packed):
     """lse is the sink alone, so the second derivative of its square is 2 for each of 3 rows."""

@@ -150,8 +150,8 @@ def _scene(q, k, tensors, lengths_t, lengths_s, options, dtype) -> Scene:
                                               tensors[10])
     batch, heads, length_t, size = q.shape
     length_s = k.shape[2]
-    if key_lengths is not None:
-        lengths_s = key_lengths
+    if key_lengths is not None:  # of a packed sequence, at most what it has
+        lengths_s = key_lengths if lengths_s is None else torch.minimum(lengths_s, key_lengths)
     queries = torch.arange(length_t, device=device)[:, None]
     keys = torch.arange(length_s, device=device)
     at = queries
@@ -338,20 +338,38 @@ def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, 
         return dout.to(q.dtype), dlse
 
 
+def _of_larger(laid: Laid, own: torch.Tensor, lse: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """(larger, share), [B,H,T,1]: whether a row's lse is that of a softmax over more keys than
+    there are here (ring attention), and what part of it the keys here are."""
+    rounding = 4 * torch.finfo(lse.dtype).eps * lse.abs()
+    same = (lse == own) | ((lse - own).abs() <= rounding)
+    if laid.packing_t is not None:
+        same = same | ~laid.packing_t.valid[:, None, :]
+    return ~same[..., None], torch.where(same, 1.0, torch.exp(own - lse))[..., None]
+
+
 def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, dlse: Maybe,
-              q, k, v, bias, sinks) -> Tuple[Maybe, ...]:
+              q, k, v, bias, sinks,
+              known: Optional[Tuple[torch.Tensor, torch.Tensor]] = None) -> Tuple[Maybe, ...]:
     """dq, dk, dv, dbias and dsinks in the layout and dtype of their inputs; q ... sinks are those
-    among `tensors`, or what a transform has put in their places."""
+    among `tensors`, or what a transform has put in their places. `known`: (out, lse), which may be
+    those of a larger softmax; without it they are made of the inputs."""
     laid = _lay(tensors, Options(*options), q, k, v, bias, sinks)
     scene = laid.scene
     dout, dlse = (_wide(x, laid.q.dtype, laid.packing_t) for x in (dout, dlse))
     dout = torch.where(laid.blind(), 0, dout)
     k_, v_ = laid.repeated()
-    weight, slope, sink, _ = _softmax(laid, k_)
-    inner, kept = dout @ v_.mT, weight
+    weight, slope, sink, own = _softmax(laid, k_)
+    inner = dout @ v_.mT
     if scene.factor is not None:
-        inner, kept = inner * scene.factor, weight * scene.factor
+        inner = inner * scene.factor
     delta = (weight * inner).sum(-1, keepdim=True)
+    if known is not None:
+        out, lse = (_wide(x, laid.q.dtype, laid.packing_t) for x in known)
+        larger, share = _of_larger(laid, own, lse)
+        delta = torch.where(larger, (dout * out).sum(-1, keepdim=True), delta)
+        weight, sink = weight * share, sink if sink is None else sink * share
+    kept = weight if scene.factor is None else weight * scene.factor
     if dlse is not None:
         delta = delta - dlse[..., None]
     dscore = weight * (inner - delta)

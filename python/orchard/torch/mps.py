@@ -405,26 +405,26 @@ def backward_operands(needs: int, inputs: Operands, dout: torch.Tensor,
     return operands
 
 
-def _limits(inputs: Operands, options: Options, lengths: torch.Tensor) -> tuple:
+def _limits(name: str, inputs: Operands, options: Options) -> tuple:
     """What lengths were right for, and that nobody has written to them since."""
-    return (lengths._version, inputs["q"].shape, inputs["k"].shape, options.get("max_t"),
+    return (name, inputs[name]._version, inputs["q"].shape, inputs["k"].shape, options.get("max_t"),
             options.get("max_s"))
 
 
-def _given_lengths(inputs: Operands) -> List[torch.Tensor]:
-    return [inputs[name] for name in LENGTHS if inputs[name] is not None]
+def _given_lengths(inputs: Operands) -> List[str]:
+    return [name for name in LENGTHS if inputs[name] is not None]
 
 
 def _remember_lengths(inputs: Operands, options: Options) -> None:
     """They were checked, which waited for the GPU: backward need not do so again."""
-    for lengths in _given_lengths(inputs):
-        if not lengths.is_inference():  # these count no versions
-            lengths._orchard_limits = _limits(inputs, options, lengths)  # type: ignore
+    for name in _given_lengths(inputs):
+        if not inputs[name].is_inference():  # these count no versions
+            inputs[name]._orchard_limits = _limits(name, inputs, options)  # type: ignore
 
 
 def _lengths_are_known(inputs: Operands, options: Options) -> bool:
-    return all(not one.is_inference() and getattr(one, "_orchard_limits", None)
-               == _limits(inputs, options, one) for one in _given_lengths(inputs))
+    return all(not inputs[name].is_inference() and getattr(inputs[name], "_orchard_limits", None)
+               == _limits(name, inputs, options) for name in _given_lengths(inputs))
 
 
 def forward(q, k, v, *rest) -> Tensors2:

@@ -253,7 +253,8 @@ def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: 
     inputs = [by_name[name] for name in GRADIENTS_OF]
     made = new_gradients(needs, *inputs)
     with explicit.no_autocast(dout):
-        found = explicit.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse, *inputs)
+        found = explicit.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse, *inputs,
+                                   known=(out, lse))
     for bit, fresh, x in zip(GRADIENTS, made, found):
         if needs & bit and x is not None:
             fresh.copy_(x)
