@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 
 import orchard
 from orchard.torch import scaled_dot_product_attention as attention
@@ -270,6 +271,26 @@ def test_dropout_backward_uses_the_forwards_mask():
     out = call(q, k, v)
     dv, = torch.autograd.grad(out, v, torch.eye(8).view(1, 1, 8, 8))
     torch.testing.assert_close(dv[0, 0].T, out[0, 0])
+
+
+@pytest.mark.parametrize("setting", [{"activation_memory_budget": 0.5},
+                                     {"aggressive_recomputation": True}], ids=lambda x: next(iter(x)))
+def test_dropout_that_backward_might_draw_again_is_not_compiled(setting):
+    """torch's partitioner would recompute the seed, which is random."""
+    v = torch.randn(1, 2, 40, 8, requires_grad=True)
+
+    def function(v, p):
+        return attention(v.detach(), v.detach(), 2 * v, dropout_p=p)
+
+    with functorch_config.patch(**setting):
+        for p, whole in ((0.0, True), (0.5, False)):
+            torch.compiler.reset()
+            out = torch.compile(function, fullgraph=whole)(v, p)
+            dv, = torch.autograd.grad(out, v, out.detach())  # out is linear in 2 v
+            torch.testing.assert_close((dv * v).sum(), out.square().sum())
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="backward could draw another mask"):
+            torch.compile(function, fullgraph=True)(v, 0.5)
 
 
 def test_autocast_compiled():

@@ -105,7 +105,23 @@ def _on_meta(q: torch.Tensor) -> bool:
     return q.is_meta and not isinstance(q, onlookers.TRACED)
 
 
+def _refuse_recomputed_dropout(dropout: float) -> None:
+    """Where torch.compile is told to keep less than usual, it may draw the seed once more in
+    backward: its partitioner spares only random operations of a list of its own."""
+    config = torch._functorch.config
+    if dropout > 0 and (getattr(config, "activation_memory_budget", 1.0) < 1.0
+                        or getattr(config, "aggressive_recomputation", False)):
+        raise UnsupportedError(
+            f"attention: dropout is {dropout} in code compiled with an activation_memory_budget "
+            "below 1 or aggressive_recomputation: backward could draw another mask than forward")
+
+
 @torch.library.register_fake("orchard::attention", lib=library)
+def _attention_fake(*args):
+    _refuse_recomputed_dropout(args[-1])
+    return _forward_fake(*args)
+
+
 @torch.library.register_fake("orchard::attention_forward", lib=library)
 def _forward_fake(*args):
     op, (q, k, v), packed = "attention_forward", args[:3], args[8] is not None
