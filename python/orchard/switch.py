@@ -26,6 +26,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils._device import DeviceContext
 
 from . import torch as _orchard_torch
@@ -33,11 +34,6 @@ from ._library import LayoutError, OrchardError, UnsupportedError
 from ._locks import ProcessLock
 from .torch import mps_attention as _mps_attention
 from .torch import onlookers as _onlookers
-
-try:
-    from torch.nn.attention.bias import CausalBias, CausalVariant
-except ImportError:  # a torch without biases has none to be confused by
-    CausalBias = CausalVariant = None  # type: ignore[assignment,misc]
 
 if "_handles" in globals():  # importlib.reload: what is replaced are this module's objects so far
     disable()  # noqa: F821
@@ -187,7 +183,7 @@ def _serve(query, *arguments, **options):
 
 def _grouped(enable_gqa: bool) -> Dict[str, bool]:
     # Passed on only where it says something: wrappers of the original may not know it.
-    return {"enable_gqa": enable_gqa} if enable_gqa else {}
+    return {} if enable_gqa is False else {"enable_gqa": enable_gqa}
 
 
 _passing = threading.local()  # .depth: how often the original is being asked
@@ -234,7 +230,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     """
     if not _on:
         return _pass_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if CausalBias is not None and isinstance(attn_mask, CausalBias):
+    if isinstance(attn_mask, CausalBias):
         return _with_causal_bias(query, key, value, attn_mask, dropout_p, is_causal, scale,
                                  enable_gqa)
     refusal = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -338,12 +334,10 @@ def _turn_on() -> None:
     if not _leads_here(present):
         _beneath = present
     _fastpath_before = torch.backends.mha.get_fastpath_enabled()
-    if CausalBias is not None:
-        _bias_before = vars(CausalBias)["__torch_function__"]
+    _bias_before = vars(CausalBias)["__torch_function__"]
     _on = True  # all is known by which to put back what Ctrl-C leaves half replaced
     F.scaled_dot_product_attention = scaled_dot_product_attention
-    if CausalBias is not None:
-        CausalBias.__torch_function__ = classmethod(_causal_bias_function)
+    CausalBias.__torch_function__ = classmethod(_causal_bias_function)
     torch.backends.mha.set_fastpath_enabled(False)
 
 
@@ -352,8 +346,7 @@ def _turn_off() -> None:
     _on = False
     if F.scaled_dot_product_attention is scaled_dot_product_attention:  # else: another's wrapper
         F.scaled_dot_product_attention = _original
-    if CausalBias is not None:
-        CausalBias.__torch_function__ = _bias_before
+    CausalBias.__torch_function__ = _bias_before
     if not torch.backends.mha.get_fastpath_enabled():
         torch.backends.mha.set_fastpath_enabled(_fastpath_before)
     for one in list(_holders(scaled_dot_product_attention)):  # imported while the switch was on
@@ -430,8 +423,7 @@ def active() -> List[str]:
             return []
         names = ["torch.nn.functional." + NAME]
         names += [f"{one.place}.{one.name}" for one in _replaced]
-        if CausalBias is not None:
-            names.append("torch.nn.attention.bias.CausalBias.__torch_function__")
+        names.append("torch.nn.attention.bias.CausalBias.__torch_function__")
         return names + ["torch.backends.mha.set_fastpath_enabled(False)"]
 
 

@@ -499,7 +499,8 @@ def test_a_mask_on_another_device_passes(dtype):
     assert switch.counts() == {"an attn_mask that is nested, not strided or on another device": 1}
 
 
-@pytest.mark.parametrize("name, value", [("is_causal", 1), ("enable_gqa", torch.tensor(True))])
+@pytest.mark.parametrize("name, value", [("is_causal", 1), ("enable_gqa", torch.tensor(True)),
+                                         ("enable_gqa", None), ("enable_gqa", 0)])
 def test_what_is_no_bool_is_refused_as_by_torch(name, value):
     with switch.enable(), pytest.raises(TypeError, match=f"{name}.*must be bool, not"):
         F.scaled_dot_product_attention(*qkv(2, 3, 7, 8), **{name: value})

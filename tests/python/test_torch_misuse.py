@@ -74,6 +74,8 @@ CASES = [
     (lambda: call(causal_alignment=1), "Argument", "causal_alignment is 1"),
     (lambda: call(causal_alignment=[]), "Argument", "causal_alignment is []"),
     (lambda: call(is_causal=torch.ones(2)), "Argument", "is_causal is a Tensor"),
+    (lambda: call(is_causal="no"), "Argument", "is_causal is 'no', must be True or False"),
+    (lambda: call(enable_gqa=None), "Argument", "enable_gqa is None, must be True or False"),
     (lambda: call(return_lse=torch.ones(2)), "Argument", "return_lse is a Tensor"),
     (lambda: call(Q, Q[:, :2], Q[:, :2], enable_gqa=torch.ones(2)), "Argument",
      "enable_gqa is a Tensor"),

@@ -155,6 +155,20 @@ def test_errors_of_others_stay_theirs():
                 assert type(caught.value) is kind and type(caught.value.__cause__) is OSError
 
 
+def test_the_status_of_an_op_called_directly_is_not_anothers():
+    q, k, v = leaves()
+    with pytest.raises(RuntimeError, match="head size"):
+        ops.plain_forward(q.detach(), k.detach()[..., :2], v.detach(), None, False, False)
+
+    def hook(x):
+        raise RuntimeError("attention: of a hook")
+
+    with torch.autograd.graph.saved_tensors_hooks(hook, lambda x: x):
+        with pytest.raises(RuntimeError, match="of a hook") as caught:
+            attention(q, k, v)
+    assert type(caught.value) is RuntimeError
+
+
 def test_another_threads_compiler_changes_nothing():
     """torch.compiler.is_compiling() says yes in all threads while one of them compiles."""
     q, k, v = leaves()
@@ -390,6 +404,22 @@ def test_vmap_has_a_rule():
             also = torch.vmap(attention)(q, k, v)
     expected = torch.stack([attention(*x) for x in zip(q, k, v)])
     assert torch.equal(found, expected) and torch.equal(also, expected)
+
+
+def test_float32_beside_a_float64_query():
+    q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in range(3))
+    for name in ("alibi_slopes", "sinks"):
+        given = torch.rand(4, requires_grad=name == "sinks")
+        found = attention(q, k, v, **{name: given})
+        torch.testing.assert_close(found, attention(q, k, v, **{name: given.double()}))
+        assert (found - attention(q, k, v)).abs().max() > 1e-3
+    found.sum().backward()
+    assert given.grad.dtype == torch.float32 and given.grad.abs().max() > 0
+
+
+def test_a_side_of_a_window_may_be_none():
+    q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
+    assert torch.equal(attention(q, k, v, window=(None, 2)), attention(q, k, v, window=(-1, 2)))
 
 
 def test_alibi_with_gradient_is_refused_not_lost():

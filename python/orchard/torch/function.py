@@ -51,6 +51,16 @@ def _check_number(name: str, value: Any, kinds: tuple = NUMBER) -> Any:
     return value
 
 
+def _check_flag(name: str, flag: Any) -> bool:
+    """As Python's bool: numbers, NumPy's and tensors of no dimension too; no strings, whatever they
+    say."""
+    if isinstance(flag, (int, torch.SymBool)) or getattr(flag, "ndim", None) == 0:
+        return bool(flag)
+    small = flag is None or isinstance(flag, (str, float))
+    what = repr(flag) if small else "a " + type(flag).__name__
+    raise ArgumentError(f"attention: {name} is {what}, must be True or False")
+
+
 def _check_alignment(alignment: object) -> bool:
     """Whether it is at the bottom right."""
     if not isinstance(alignment, str) or alignment not in ALIGNMENTS:
@@ -62,7 +72,8 @@ def _check_alignment(alignment: object) -> bool:
 def _check_window(window: object) -> Tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ArgumentError(f"attention: window is {window!r}, must be (left, right)")
-    left, right = (_check_number("window", side, INTEGER) for side in window)
+    left, right = (-1 if side is None else _check_number("window", side, INTEGER)
+                   for side in window)
     return left, right
 
 
@@ -185,6 +196,13 @@ def _unfold(tensor: Tensor, leading: Tuple[int, ...], rank: int) -> Tensor:
     return tensor[0] if rank == 3 else tensor[0, 0] if rank == 2 else tensor
 
 
+def _beside(q: Tensor, operand: Optional[Tensor]) -> Optional[Tensor]:
+    """What is added to scores, float32, widened where the query is float64."""
+    if operand is not None and q.dtype == torch.float64 and operand.dtype == torch.float32:
+        return operand.double()
+    return operand
+
+
 def _split_mask(attn_mask: Optional[Tensor], bias: Optional[Tensor], q: Tensor,
                 leading: Tuple[int, ...]) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """(mask, bias): what is bool and what is added, in four dimensions."""
@@ -204,9 +222,7 @@ def _split_mask(attn_mask: Optional[Tensor], bias: Optional[Tensor], q: Tensor,
         if not bias.is_floating_point():
             raise DtypeError(f"attention: {name} is {bias.dtype}, must be "
                              f"{'bool or ' if name == 'attn_mask' else ''}floating")
-        if q.dtype == torch.float64 and bias.dtype == torch.float32:
-            bias = bias.double()
-        bias = _fold_scores(name, bias, leading)
+        bias = _fold_scores(name, _beside(q, bias), leading)
     return mask, bias
 
 
@@ -320,13 +336,14 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
         mask, bias = _split_mask(attn_mask, bias, q, leading)
     scale, left, right, softcap = _check_options(device, alibi_slopes, sinks, key_lengths, scale,
                                                  softcap, window)
+    alibi_slopes, sinks = _beside(q, alibi_slopes), _beside(q, sinks)
     dropout, seed = 0.0, None
     if dropout_p != 0.0:
         dropout = _check_number("dropout_p", dropout_p)
         seed = torch.randint(SEEDS, (), device="cpu")
 
     out, lse = attention(with_lse, q, k, v, bias, mask, alibi_slopes, sinks, key_lengths,
-                         cu_seqlens_q, cu_seqlens_k, seed, max_t, max_s, scale, bool(is_causal),
+                         cu_seqlens_q, cu_seqlens_k, seed, max_t, max_s, scale, is_causal,
                          bottom_right, left, right, softcap, dropout)
     rank = max(query.dim(), key.dim(), value.dim())
     if rank != 4 and not packed:
@@ -377,9 +394,10 @@ def scaled_dot_product_attention(
 
     attn_mask and is_causal  may be given together: both apply.
     bias                     an additive float mask beside a bool attn_mask.
-    window=(left, right)     a query at p sees keys p-left ... p+right; -1 = no limit.
+    window=(left, right)     a query at p sees keys p-left ... p+right; -1 or None = no limit.
     softcap                  scores become softcap * tanh(score / softcap).
-    alibi_slopes             [H] or [B,H], fp32: -slope * |p - key| is added to the score.
+    alibi_slopes             [H] or [B,H], fp32, or fp64 beside an fp64 query: -slope * |p - key| is
+                             added to the score.
     sinks                    [H]: a logit per head that joins the softmax's denominator only; fp32
                              or the query's dtype, as float masks.
     causal_alignment         "top_left" (p = i, as torch) or "bottom_right" (the last query stands
@@ -395,10 +413,14 @@ def scaled_dot_product_attention(
     exceptions of `orchard`.
     """
     try:
+        if not (type(is_causal) is type(enable_gqa) is type(return_lse) is bool):
+            is_causal = _check_flag("is_causal", is_causal)
+            enable_gqa = _check_flag("enable_gqa", enable_gqa)
+            return_lse = _check_flag("return_lse", return_lse)
         if (attn_mask is bias is window is softcap is alibi_slopes is sinks is key_lengths is
                 cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
                 and dropout_p == 0.0 and causal_alignment == "top_left" and not return_lse):
-            out = _plain(query, key, value, scale, bool(is_causal), bool(enable_gqa))
+            out = _plain(query, key, value, scale, is_causal, enable_gqa)
             if out is not None:
                 return out
         out, lse = _general(return_lse, query, key, value, attn_mask, dropout_p, is_causal, scale,
@@ -411,11 +433,6 @@ def scaled_dot_product_attention(
             raise
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             _check_tensor(name, tensor, None)
-        for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa),
-                           ("return_lse", return_lse)):
-            if getattr(flag, "ndim", 0):  # several numbers are neither true nor false
-                raise ArgumentError(f"attention: {name} is a {type(flag).__name__}, must be True "
-                                    "or False") from None
         _check_number("dropout_p", dropout_p)
         _check_alignment(causal_alignment)
         cpu.reraise(error)
