@@ -268,6 +268,19 @@ def test_models_that_may_not_follow_the_interface(name, calls, config):
                      not in lines[1])
 
 
+def test_a_tower_that_does_not_follow_the_interface_beside_models_that_do():
+    torch.manual_seed(3)
+    config = T.Gemma4AudioConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    eager, ours = (T.Gemma4AudioModel._from_config(config, attn_implementation=one).eval()
+                   for one in ("eager", "orchard"))
+    ours.load_state_dict(eager.state_dict())
+    heard = torch.randn(2, 128, 128)
+    with torch.no_grad(), pytest.warns(UserWarning, match="the models of Gemma4AudioConfig"):
+        orchard_masks._unsure.cache_clear()
+        same(eager(input_features=heard)[0], ours(input_features=heard)[0])
+    assert orchard_masks._unsure(T.Gemma4TextConfig) != orchard_masks._unsure(T.Gemma4AudioConfig)
+
+
 # ---- Encoders, and encoders with decoders --------------------------------------------------------
 
 def test_bert(watch):

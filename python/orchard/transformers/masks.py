@@ -106,15 +106,17 @@ def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int,
                 "the cache holds more keys than there are tokens")
 
 
-def _vouched(module: Any) -> Optional[bool]:
-    """Whether some model of this module is said to follow the attention interface; None: it makes
-    no masks by Transformers' functions."""
+def _vouched(module: Any, config_class: type) -> Optional[bool]:
+    """Whether some model of this module, of this very configuration if it has one (Gemma 4's audio
+    tower is not as its text model), is said to follow the attention interface; None: it makes no
+    masks by Transformers' functions."""
     values = list(vars(module).values())
     if not any(inspect.isfunction(one) and one.__module__ == sdpa_mask.__module__
                for one in values):
         return None
-    return any(one._supports_sdpa or one._supports_attention_backend for one in values
-               if inspect.isclass(one) and issubclass(one, PreTrainedModel))
+    models = [one for one in values if inspect.isclass(one) and issubclass(one, PreTrainedModel)]
+    own = [one for one in models if one.config_class is config_class]
+    return any(one._supports_sdpa or one._supports_attention_backend for one in own or models)
 
 
 def _changes_masks(module: Any) -> bool:
@@ -141,7 +143,7 @@ def _unsure(config_class: type) -> str:
             continue
         modules = [module for name, module in list(sys.modules.items())
                    if name.startswith(package + ".modeling_")]
-        found = [_vouched(module) for module in modules]
+        found = [_vouched(module, one) for module in modules]
         if False in found:
             warnings.warn(f"orchard.transformers: Transformers does not say that the models of "
                           f"{one.__name__} follow its attention interface: they get the masks of "
