@@ -35,6 +35,8 @@ FAULTS = [
     ("causal off by one", "causal", "plain"),
     ("dropout ignored", "dropout drops", "plain"),
     ("dropout on the output", "dropout drops", "plain"),
+    ("dropout shared by heads", "dropout drops", "dropout draws anew"),
+    ("dropout shared by the batch", "dropout drops", "dropout draws anew"),
     ("dropout forgotten in backward", "dropout's gradient", "dropout drops"),
     ("one mask for all calls", "dropout draws anew", "dropout's gradient"),
     ("query strides ignored", "permuted q, k, v", "plain"),
@@ -110,6 +112,8 @@ def test_what_is_not_offered_is_not_failed():
     for case in extensions:
         verdict = case.run(honest)
         assert verdict.outcome == "not offered" and "no argument" in verdict.detail
+    bare = Target("bare", lambda query, key, value: planted_attention.honest(query, key, value))
+    assert BY_NAME["torch.compile"].run(bare).outcome == "not offered"
     hidden = Target("kwargs", lambda q, k, v, **more: planted_attention.honest(q, k, v, **more))
     assert BY_NAME["sliding window"].run(hidden).outcome == "not offered"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import sys
 import threading
@@ -145,6 +146,8 @@ def compiled(target: Target, device: str) -> Verdict:
     problem = Problem(causal=True)
     inputs = build(problem, device)
     torch._dynamo.reset()
+    if not target.accepts("is_causal"):
+        return Verdict(ABSENT, detail="no argument is_causal")
     function = torch.compile(lambda q, k, v: target.function(q, k, v, is_causal=True),
                              fullgraph=True, backend="aot_eager")
     out = function(inputs.q, inputs.k, inputs.v)
@@ -175,6 +178,16 @@ def dropped(target: Target, device: str, p: float, seed: int, **fields):
     return problem, inputs, out, keep
 
 
+def alike(keep: Tensor) -> str:
+    """Which two of the independent masks [B,H,T,S] are the same one; "" if none are."""
+    masks = {(b, h): keep[b, h] for b in range(keep.shape[0]) for h in range(keep.shape[1])}
+    for (one, x), (other, y) in itertools.combinations(masks.items(), 2):
+        if torch.equal(x, y):
+            return (f"drops alike in batch element {one[0]}, head {one[1]} and batch element "
+                    f"{other[0]}, head {other[1]}")
+    return ""
+
+
 def offers_dropout(target: Target) -> bool:
     return target.accepts("dropout_p")
 
@@ -193,6 +206,8 @@ def dropout_drops(target: Target, device: str) -> Verdict:
         for rows in (keep.flatten(0, 2), keep.permute(3, 0, 1, 2).flatten(1)):
             if bool((rows == 0).all(-1).any()) and p < 0.8:
                 return Verdict(WRONG, math.inf, "drops whole rows or columns")
+        if shared := alike(keep):
+            return Verdict(WRONG, math.inf, shared)
         worst = worst.worse(verdict_of(problem, inputs, {"out": out.detach()}, keep))
     return worst
 
