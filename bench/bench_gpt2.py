@@ -19,6 +19,7 @@ import argparse
 import ctypes
 import datetime
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -34,7 +35,9 @@ MALLOC = {"default": {}, "keeps": {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1},
 # ---- A process that trains -----------------------------------------------------------------------
 
 def peak():
-    """MiB. Not getrusage: after fork and exec it still tells the parent's peak."""
+    """MiB. On Linux not getrusage: after fork and exec it still tells the parent's peak."""
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
     with open("/proc/self/status", encoding="ascii") as lines:
         line = next(line for line in lines if line.startswith("VmHWM:"))
     return int(line.split()[1]) / 1024

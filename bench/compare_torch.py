@@ -19,7 +19,6 @@ the kernels in C, ORCHARD_TORCH_LIBRARY) set.
 import argparse
 import ctypes
 import datetime
-import os
 import statistics
 import sys
 import time
@@ -33,7 +32,7 @@ import orchard
 from orchard import _structs as structs
 from orchard._context import Context
 from orchard._library import check, lib
-from orchard.torch import cpu, ops
+from orchard.torch import cpu, ops, threads
 from orchard.torch import scaled_dot_product_attention
 
 DTYPES = {torch.float64: structs.F64, torch.float32: structs.F32, torch.float16: structs.F16,
@@ -244,7 +243,7 @@ def microseconds(calls, seconds):
 def cold_microseconds(calls, seconds):
     """Of each call alone, when an attention of 0.5 ms has just had the caches: the median."""
     large = Case("", B=4, N=64, causal=True)
-    context = Context(1, parallel_for=torch_parallel_for())
+    context = Context(1, parallel_for=threads.parallel_for)
     turns = [turn for call in calls for turn in (lambda: large.c_forward(context.handle), call)]
     return [1e6 * statistics.median(taken) for taken in interleave(turns, seconds)[1::2]]
 
@@ -254,7 +253,7 @@ def overhead(seconds):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     small = Case("", H=2, N=4)
-    context = Context(1, parallel_for=torch_parallel_for())
+    context = Context(1, parallel_for=threads.parallel_for)
     inputs = small.q, small.k, small.v
     tensors = [x.detach() for x in inputs]
     forward = (*tensors, None, False, False)
@@ -434,12 +433,6 @@ def scratch(options):
 
 # ---- The command ---------------------------------------------------------------------------------
 
-def torch_parallel_for():
-    """Its address; torch loads its library privately, so it is asked for by name."""
-    lib = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD)
-    return ctypes.cast(lib.torch_parallel_for, ctypes.c_void_p).value
-
-
 def cpu_model():
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -463,7 +456,7 @@ def main():
     options = parse()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    shared = Context(options.threads, options.backend, parallel_for=torch_parallel_for())
+    shared = Context(options.threads, options.backend, parallel_for=threads.parallel_for)
     own = Context(options.threads, options.backend)
     print(f"{datetime.date.today()}, {cpu_model()}, {options.threads} threads, torch "
           f"{torch.__version__}, Orchard {orchard.version()} ({shared.cpu}), orchard.torch's "

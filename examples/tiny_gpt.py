@@ -2,6 +2,7 @@
 
     python examples/tiny_gpt.py                        about half a minute on two cores
     python examples/tiny_gpt.py --steps 2000 --sample 400
+    python examples/tiny_gpt.py --device mps           on a Mac's GPU
 
 The model is plain PyTorch: it calls F.scaled_dot_product_attention and knows nothing of Orchard.
 Each setting is trained twice from the same seed, as it is and inside `with orchard.enable()`.
@@ -53,13 +54,13 @@ class TinyGPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.token(ids) + self.place(torch.arange(ids.shape[1]))
+        x = self.token(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
         return self.head(self.norm(self.blocks(x)))
 
     @torch.no_grad()
     def write(self, start: str, count: int) -> str:
         """`start` and `count` bytes that the model finds likely after it."""
-        ids = torch.tensor(list(start.encode()))[None]
+        ids = torch.tensor(list(start.encode()), device=self.head.weight.device)[None]
         for _ in range(count):
             likely = self(ids[:, -self.context:])[:, -1].div(0.8).softmax(-1)
             ids = torch.cat([ids, torch.multinomial(likely, 1)], dim=1)
@@ -79,6 +80,7 @@ def train(data: Tensor, options: argparse.Namespace,
     first, in which memory, threads and kernels are made ready."""
     torch.manual_seed(options.seed)
     model = TinyGPT(options.context, options.width, options.heads, options.layers, dropout)
+    model.to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # Batches come from a generator of their own: dropout must not change what is read.
     reader = torch.Generator().manual_seed(options.seed)
@@ -89,6 +91,7 @@ def train(data: Tensor, options: argparse.Namespace,
             begin = time.perf_counter()
         at = torch.randint(len(data) - options.context - 1, (options.batch,), generator=reader)
         rows = torch.stack([data[i:i + options.context + 1] for i in at.tolist()])
+        rows = rows.to(options.device)
         loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -103,11 +106,12 @@ def main() -> None:
     for name, value in (("steps", 40), ("context", 512), ("batch", 2), ("width", 128),
                         ("heads", 4), ("layers", 3), ("seed", 1), ("sample", 0)):
         parser.add_argument("--" + name, type=int, default=value, help=f"(default {value})")
+    parser.add_argument("--device", default="cpu", help="cpu or mps (default cpu)")
     options = parser.parse_args()
     data = text()
     print(f"A GPT of {options.layers} layers reads {len(data)} bytes of documentation: "
           f"{options.steps} steps of {options.batch} x {options.context} bytes, all but the first "
-          f"timed, {torch.get_num_threads()} threads.")
+          f"timed, on {options.device}, {torch.get_num_threads()} threads.")
     for dropout in (0.0, 0.1):
         _, loss, seconds = train(data, options, dropout)
         print(f"dropout {dropout}   PyTorch  loss {loss:.6f}   {seconds:6.2f} s")
