@@ -158,8 +158,8 @@ def test_key_lengths_beyond_the_end_of_a_packed_sequence(alignment):
     def results(lengths):
         def f(y):
             return attention(y, y, y, is_causal=alignment == "bottom_right",
-                             key_lengths=torch.tensor(lengths), causal_alignment=alignment, cu_seqlens_q=ends, cu_seqlens_k=ends,
-                             max_seqlen_q=4, max_seqlen_k=4)
+                             key_lengths=torch.tensor(lengths), causal_alignment=alignment,
+                             cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=4, max_seqlen_k=4)
 
         y = x.clone().requires_grad_()
         batched, = torch.autograd.grad(f(y), y, torch.ones(1, 7, 1, 3, dtype=torch.float64),
