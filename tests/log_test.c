@@ -143,7 +143,7 @@ static void test_usual_places(void)
     const int turn = open("/tmp", O_RDONLY | O_CLOEXEC);
     CHECK(turn >= 0 && flock(turn, LOCK_EX) == 0);
     setenv("ORCHARD_TENSOR_PROFILE", "00", 1); /* neither 0 nor empty */
-    setenv("ORCHARD_DEBUG_FLASHATN", "", 1);
+    setenv("ORCHARD_DEBUG_FLASHATN", "00", 1);
     setenv("ORCHARD_TENSOR_PROFILE_LOG", "", 1);
     setenv("ORCHARD_DEBUG_FLASH_ATN_LOG", "", 1);
     put_aside(profile_default, profile_aside, sizeof profile_aside);
