@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "core/environment.h"
 #include "core/memory_counts.h"
 #include "core/status.h"
 #include "core/threads.h"
@@ -24,19 +25,6 @@ static void *libc_alloc(void *user, void *ptr, size_t old_size, size_t new_size)
         return NULL;
     }
     return realloc(ptr, new_size);
-}
-
-/* The variable's value, or NULL when it is unset or empty. */
-static const char *environment(const char *name)
-{
-    const char *value = getenv(name);
-    return value && *value ? value : NULL;
-}
-
-static bool environment_flag(const char *name)
-{
-    const char *value = environment(name);
-    return value && strcmp(value, "0") != 0;
 }
 
 /* A number of plain digits, no sign and no space; -1 for anything else and for more than `most`. */
@@ -63,7 +51,7 @@ static long usable_processors(void)
 
 static orchard_status settle_threads(orchard_ctx *ctx, const orchard_ctx_opts *opts)
 {
-    const char *value = environment("ORCHARD_THREADS");
+    const char *value = orch_environment("ORCHARD_THREADS");
     long threads = opts->threads;
     if (threads < 0 || threads > ORCH_MAX_THREADS) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "ctx_create: threads is %ld, must be 0 ... %d",
@@ -89,7 +77,7 @@ static orchard_status settle_threads(orchard_ctx *ctx, const orchard_ctx_opts *o
 static orchard_status settle_isa(orchard_ctx *ctx, const orchard_ctx_opts *opts)
 {
     const char *source = opts->cpu ? "cpu" : "ORCHARD_CPU";
-    const char *wanted = opts->cpu ? opts->cpu : environment("ORCHARD_CPU");
+    const char *wanted = opts->cpu ? opts->cpu : orch_environment("ORCHARD_CPU");
     for (int isa = 0; isa < ORCH_ISA_COUNT; isa++) {
         if ((!wanted || strcmp(wanted, orch_isa_names[isa]) == 0) && orch_isa_runs((orch_isa)isa)) {
             ctx->isa = (orch_isa)isa;
@@ -110,7 +98,7 @@ static orchard_status settle_isa(orchard_ctx *ctx, const orchard_ctx_opts *opts)
 static orchard_status settle_backends(orchard_ctx *ctx, const orchard_ctx_opts *opts)
 {
     const char *source = opts->backend ? "backend" : "ORCHARD_BACKEND";
-    const char *list = opts->backend ? opts->backend : environment("ORCHARD_BACKEND");
+    const char *list = opts->backend ? opts->backend : orch_environment("ORCHARD_BACKEND");
     if (!list) {
         for (; orch_backends[ctx->backend_count]; ctx->backend_count++) {
             ctx->backends[ctx->backend_count] = orch_backends[ctx->backend_count];
@@ -175,8 +163,8 @@ orchard_status orchard_ctx_create_version(orchard_ctx **out, const orchard_ctx_o
     }
     orchard_ctx settled = {
         .header_version = header_version,
-        .strict = opts->strict ? opts->strict > 0 : environment_flag("ORCHARD_STRICT"),
-        .debug = environment_flag("ORCHARD_DEBUG"),
+        .strict = opts->strict ? opts->strict > 0 : orch_environment_flag("ORCHARD_STRICT"),
+        .debug = orch_environment_flag("ORCHARD_DEBUG"),
         .alloc = opts->alloc ? opts->alloc : libc_alloc,
         .alloc_user = opts->alloc_user,
         .parallel_for = opts->parallel_for,

@@ -7,10 +7,10 @@
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include "core/environment.h"
 
 /* Copies, since the environment may change; empty: off. */
 static char paths[ORCH_LOGS][PATH_MAX];
@@ -18,23 +18,18 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void switch_on(orch_log log, const char *variable, const char *usual)
 {
-    const char *path = getenv(variable);
-    snprintf(paths[log], sizeof paths[log], "%s", path && *path ? path : usual);
-}
-
-static bool wanted(const char *variable)
-{
-    const char *value = getenv(variable);
-    return value && *value && strcmp(value, "0") != 0;
+    const char *path = orch_environment(variable);
+    snprintf(paths[log], sizeof paths[log], "%s", path ? path : usual);
 }
 
 static void read_environment(void)
 {
-    if (wanted("ORCHARD_TENSOR_PROFILE")) {
+    if (orch_environment_flag("ORCHARD_TENSOR_PROFILE")) {
         switch_on(ORCH_LOG_PROFILE, "ORCHARD_TENSOR_PROFILE_LOG",
                   "/tmp/orchard_tensor_profile.log");
     }
-    if (wanted("ORCHARD_DEBUG_FLASH_ATN") || wanted("ORCHARD_DEBUG_FLASHATN")) {
+    if (orch_environment_flag("ORCHARD_DEBUG_FLASH_ATN") ||
+        orch_environment_flag("ORCHARD_DEBUG_FLASHATN")) {
         switch_on(ORCH_LOG_CALLS, "ORCHARD_DEBUG_FLASH_ATN_LOG", "/tmp/flashattn_kernel_calls.log");
     }
 }

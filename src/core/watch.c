@@ -9,15 +9,10 @@
 #include <unistd.h>
 
 #include "core/context.h"
+#include "core/environment.h"
 
 #define MOST_RECORDS 16 /* of one process */
 #define MOST_DIGITS 9
-
-static const char *environment(const char *name)
-{
-    const char *value = getenv(name);
-    return value && *value ? value : NULL;
-}
 
 static orchard_status settle_audit(orch_watch *watch, const char *value)
 {
@@ -33,7 +28,6 @@ static orchard_status settle_audit(orch_watch *watch, const char *value)
 static orchard_status settle_record(orch_watch *watch, const char *value)
 {
     struct stat about;
-    const char *all = environment("ORCHARD_RECORD_ALL");
     if (strlen(value) >= sizeof watch->directory || stat(value, &about) ||
         !S_ISDIR(about.st_mode) || access(value, W_OK | X_OK)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT,
@@ -43,14 +37,15 @@ static orchard_status settle_record(orch_watch *watch, const char *value)
     }
     snprintf(watch->directory, sizeof watch->directory, "%s", value);
     watch->record = true;
-    watch->record_all = all && strcmp(all, "0") != 0;
+    watch->record_all = orch_environment_flag("ORCHARD_RECORD_ALL");
     return ORCHARD_OK;
 }
 
 orchard_status orch_watch_open(orchard_ctx *ctx, orch_watch **out)
 {
-    const char *audit = environment("ORCHARD_AUDIT"), *record = environment("ORCHARD_RECORD");
-    const char *tune = environment("ORCHARD_TUNE");
+    const char *audit = orch_environment("ORCHARD_AUDIT"),
+               *record = orch_environment("ORCHARD_RECORD");
+    const char *tune = orch_environment("ORCHARD_TUNE");
     orch_watch settled = {0};
     *out = NULL;
     if (audit) {

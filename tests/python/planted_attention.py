@@ -74,8 +74,8 @@ def dropped(weight, p, fault):
     if fault == "dropout ignored" or p == 0:
         return weight
     generator = torch.Generator().manual_seed(1) if fault == "one mask for all calls" else None
-    shape = weight.shape[{"dropout shared by heads": -2, "dropout shared by the batch": -3}.get(fault, 0):]
-    keep = (torch.rand(shape, generator=generator) >= p) / (1 - p)
+    own = {"dropout shared by heads": 2, "dropout shared by the batch": 3}.get(fault, weight.dim())
+    keep = (torch.rand(weight.shape[-own:], generator=generator) >= p) / (1 - p)
     if fault == "dropout forgotten in backward":
         return ForwardOnly.apply(weight, keep)
     return weight * keep

@@ -22,7 +22,7 @@ from orchard.torch import mps
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch.mps_attention import fall_back, refusal
 from orchard.torch.operands import without_options
-from orchard.torch.outputs import DBIAS, DK, DQ, DV
+from orchard.torch.outputs import DBIAS, DK, DQ, DSINKS, DV
 from orchard_bridge import metal
 from test_mps import NoCompiler, counted, draw, launcher, on_mps  # noqa: F401 (a fixture)
 from test_torch_values import OPTIONS
@@ -30,25 +30,6 @@ from torch_formula import formula, judge, rand
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 F64 = "f64 tensors: no GPU backend has double precision"
-
-
-def test_a_refused_backward_of_a_part_of_the_keys():
-    """out and lse are those of all keys, as in ring attention: so are the gradients."""
-    torch.manual_seed(4)
-    rows = [torch.randn(2, 4, n, 8, dtype=torch.float64) for n in (5, 9, 9)]
-    dout, sinks = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    for options in ({}, {"dropout": 0.0, "sinks": sinks}):
-        rest = list(without_options(None, False))
-        rest[3] = options.get("sinks")
-        op = torch.ops.orchard
-        out, lse = op.attention_forward(*rows, *rest)
-        part = [rows[0], rows[1][:, :, :4], rows[2][:, :, :4]]
-        exact = op.attention_backward(7, dout, None, out, lse, *part, *rest)
-        placed = [x if x is None else fake_mps.tensor(x.clone()) for x in (
-            dout, None, out, lse, *part, *rest[:4])]
-        found = op.attention_backward(7, *placed, *rest[4:])
-        for want, have in zip(exact[:3], found):
-            torch.testing.assert_close(have.cpu(), want)
 
 
 # ---- Asking --------------------------------------------------------------------------------------
@@ -242,6 +223,23 @@ def test_the_switch_does_not_lead_back(launcher):  # noqa: F811
     finally:
         orchard.disable()
     assert counted(launcher) == [("attention_forward", F64, 1), ("attention_forward", None, 1)]
+
+
+def test_a_refused_backward_of_a_part_of_the_keys():
+    """out and lse are those of all keys, as in ring attention: so are the gradients."""
+    torch.manual_seed(4)
+    q, k, v, dout = (torch.randn(2, 4, n, 8, dtype=torch.float64) for n in (5, 9, 9, 5))
+    op = torch.ops.orchard
+    for sinks in (None, torch.randn(4, dtype=torch.float64)):
+        rest = None, None, None, sinks, *without_options(None, False)[4:]
+        out, lse = op.attention_forward(q, k, v, *rest)
+        tensors = dout, None, out, lse, q, k[:, :, :4], v[:, :, :4], *rest[:4]
+        needs = DQ | DK | DV | (0 if sinks is None else DSINKS)
+        exact = op.attention_backward(needs, *tensors, *rest[4:])
+        found = op.attention_backward(needs, *(x if x is None else fake_mps.tensor(x.clone())
+                                               for x in tensors), *rest[4:])
+        for want, have in zip(exact, found):
+            torch.testing.assert_close(have.cpu(), want)
 
 
 # ---- orchard.enable() ----------------------------------------------------------------------------
@@ -594,6 +592,19 @@ def test_wrong_calls_are_orchards_exceptions(mistake, error, words):
     with pytest.raises(orchard.OrchardError, match=words) as caught:
         attention(**{"query": q, "key": q, "value": q, **mistake(q)})
     assert isinstance(caught.value, error)
+
+
+def test_lengths_that_changed_their_places_are_checked_again():
+    """Forward found each right in its own."""
+    cu_q, cu_k = (fake_mps.tensor(torch.tensor(ends)) for ends in ([0, 2, 7], [0, 4, 9]))
+    q, k = (fake_mps.tensor(torch.randn(n, 2, 16)) for n in (7, 9))
+
+    def rest(*lengths):
+        return *[None] * 5, *lengths, None, 5, 5, *without_options(None, False)[10:]
+
+    out, lse = torch.ops.orchard.attention_forward(q, k, k, *rest(cu_q, cu_k))
+    with pytest.raises(Exception, match=r"cu_seqlens_q\[2\] is 9"):
+        torch.ops.orchard.attention_backward(7, out, None, out, lse, q, k, k, *rest(cu_k, cu_q))
 
 
 def test_without_the_standin_these_tests_fail_with_a_sentence():

@@ -547,7 +547,7 @@ static void delete_all(handle *handles, int *count)
 static void finish(journey *j, word *stack)
 {
     delete_all(j->inputs, &j->input_count);
-    last_status = j->status; /* none too: another's exception must not be taken for ours */
+    last_status = j->status; /* after success too: an older one would mark others' exceptions */
     if (!j->status) {
         for (int i = 0; i < j->output_count; i++) {
             stack[i] = (word)(uintptr_t)j->outputs[i];
