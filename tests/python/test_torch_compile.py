@@ -8,8 +8,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
 
 import orchard
+import orchard_ops
 from orchard.torch import scaled_dot_product_attention as attention
 
 
@@ -273,24 +275,57 @@ def test_dropout_backward_uses_the_forwards_mask():
     torch.testing.assert_close(dv[0, 0].T, out[0, 0])
 
 
+# By Orchard's function and by the first Orchard's names.
+DROPPING = {"function": lambda v, p: attention(v.detach(), v.detach(), 2 * v, dropout_p=p),
+            "orchard_ops": lambda v, p: orchard_ops.flash_attn_fwd(
+                v.detach(), v.detach(), 2 * v, 0.3, p, False)[0],
+            "dispatcher": lambda v, p: torch.ops.flash_attn_mps._flash_attn_fwd(
+                v.detach(), v.detach(), 2 * v, 0.3, p, False)[0]}
+
+
+@pytest.mark.parametrize("name", DROPPING)
 @pytest.mark.parametrize("setting", [{"activation_memory_budget": 0.5},
-                                     {"aggressive_recomputation": True}], ids=lambda x: next(iter(x)))
-def test_dropout_that_backward_might_draw_again_is_not_compiled(setting):
-    """torch's partitioner would recompute the seed, which is random."""
+                                     {"activation_memory_budget": 0.0},
+                                     {"aggressive_recomputation": True},
+                                     {"ban_recompute_not_in_allowlist": False}, {}], ids=str)
+def test_dropout_that_backward_might_draw_again_is_not_compiled(setting, name):
+    """torch's partitioner would recompute the seed, which is random. Without a setting: a region's
+    budget."""
     v = torch.randn(1, 2, 40, 8, requires_grad=True)
 
     def function(v, p):
-        return attention(v.detach(), v.detach(), 2 * v, dropout_p=p)
+        if setting:
+            return DROPPING[name](v, p)
+        with torch.autograd.graph.region_activation_memory_budget(0.0):
+            return DROPPING[name](v, p)
 
     with functorch_config.patch(**setting):
-        for p, whole in ((0.0, True), (0.5, False)):
+        for p, whole in ((0.0, True), (0.5, False))[:2 if setting else 1]:
             torch.compiler.reset()
             out = torch.compile(function, fullgraph=whole)(v, p)
             dv, = torch.autograd.grad(out, v, out.detach())  # out is linear in 2 v
             torch.testing.assert_close((dv * v).sum(), out.square().sum())
-        torch.compiler.reset()
-        with pytest.raises(Exception, match="backward could draw another mask"):
-            torch.compile(function, fullgraph=True)(v, 0.5)
+        for backend in ("inductor", "aot_eager_decomp_partition"):
+            torch.compiler.reset()
+            with pytest.raises(Exception, match="backward could draw another mask"):
+                torch.compile(function, fullgraph=True, backend=backend)(v, 0.5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dropout_in_a_compiled_checkpoint(backend):
+    """Two calls in one graph, each with a mask of its own, which the checkpoint's second forward
+    draws again."""
+    q, v = torch.zeros(1, 1, 64, 4), torch.randn(1, 1, 64, 8, requires_grad=True)
+
+    def layer(v):
+        return torch.stack([attention(q, q, v, dropout_p=0.5) for _ in range(2)])
+
+    call = torch.compile(lambda v: checkpoint(layer, v, use_reentrant=False), fullgraph=True,
+                         backend=backend)
+    out = call(v)
+    dv, = torch.autograd.grad(out, v, out.detach())
+    torch.testing.assert_close((dv * v).sum(), out.square().sum())  # out is linear in v
+    assert not torch.equal(*out) and not torch.equal(call(v), out)
 
 
 def test_autocast_compiled():

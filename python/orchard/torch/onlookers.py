@@ -32,6 +32,19 @@ def kept() -> bool:
     return exporting() or _tracing_state() is not None
 
 
+def may_redraw() -> bool:
+    """Of code being compiled: whether torch's partitioner was told to keep less for backward than
+    usual. It may draw random numbers once more there, since it spares only some operations of
+    torch's own."""
+    config, traceback = torch._functorch.config, torch.fx.traceback
+    custom = getattr(traceback, "current_meta", {}).get("custom") or {}
+    # What torch.autograd.graph.region_activation_memory_budget says of the operations within.
+    budget = custom.get(getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None),
+                        getattr(config, "activation_memory_budget", 1.0))
+    return (budget < 1.0 or getattr(config, "aggressive_recomputation", False)
+            or not getattr(config, "ban_recompute_not_in_allowlist", True))
+
+
 def forward_mode() -> bool:
     """Whether forward-mode derivatives are being computed, by torch.func or not; maybe by another
     thread: torch counts for all of them."""

@@ -105,20 +105,18 @@ def _on_meta(q: torch.Tensor) -> bool:
     return q.is_meta and not isinstance(q, onlookers.TRACED)
 
 
-def _refuse_recomputed_dropout(dropout: float) -> None:
-    """Where torch.compile is told to keep less than usual, it may draw the seed once more in
-    backward: its partitioner spares only random operations of a list of its own."""
-    config = torch._functorch.config
-    if dropout > 0 and (getattr(config, "activation_memory_budget", 1.0) < 1.0
-                        or getattr(config, "aggressive_recomputation", False)):
+def refuse_redrawn_dropout(dropout: float) -> None:
+    """For code that is being compiled and wants gradients."""
+    if dropout > 0 and onlookers.may_redraw():
         raise UnsupportedError(
-            f"attention: dropout is {dropout} in code compiled with an activation_memory_budget "
-            "below 1 or aggressive_recomputation: backward could draw another mask than forward")
+            f"attention: dropout is {dropout} in code compiled to keep less for backward than "
+            "usual (an activation_memory_budget below 1, aggressive_recomputation): backward could "
+            "draw another mask than forward")
 
 
 @torch.library.register_fake("orchard::attention", lib=library)
 def _attention_fake(*args):
-    _refuse_recomputed_dropout(args[-1])
+    refuse_redrawn_dropout(args[-1])
     return _forward_fake(*args)
 
 
