@@ -24,12 +24,13 @@ import threading
 import types
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set
 
+from . import torch as _orchard_torch  # first: it says so where torch is absent or too old
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils._device import DeviceContext
 
-from . import torch as _orchard_torch
 from ._library import LayoutError, OrchardError, UnsupportedError
 from ._locks import ProcessLock
 from .torch import mps_attention as _mps_attention
@@ -69,11 +70,12 @@ def _why_not_now() -> Optional[str]:
     # The flag is there for all threads: those that export have a mode at work.
     if _onlookers.exporting() and (compiling or _onlookers.dispatch_modes()):
         return "torch.export, whose programs must run anywhere"
-    if not compiling and _onlookers.functorch_active() and _transforms_refused():
-        return "torch.func transforms other than grad, vmap and jvp"
-    if compiling:
-        return None
-    if torch.jit.is_tracing():
+    if _onlookers.functorch_active():
+        if compiling:
+            return "torch.func transforms in compiled code"
+        if _transforms_refused():
+            return "torch.func transforms other than grad, vmap and jvp"
+    if not compiling and torch.jit.is_tracing():
         return "torch.jit tracing"
     for at in range(_onlookers.function_modes()):
         if _mode_at is None or type(_mode_at(at)) is not DeviceContext:
@@ -259,6 +261,7 @@ _handles: Set["Handle"] = set()
 _replaced: List[_Replaced] = []  # other modules' names; torch.nn.functional's own is not in it
 _bias_before: Any = None
 _fastpath_before = True
+_half_off = False  # what is replaced is being put back
 
 
 def _holders(wanted: Any) -> Iterator[_Replaced]:
@@ -329,6 +332,8 @@ def _leads_here(function: Any) -> bool:
 
 def _turn_on() -> None:
     global _on, _original, _beneath, _bias_before, _fastpath_before
+    # torch lists what a __torch_function__ may see when first asked, and keeps the list for good.
+    torch.overrides.get_overridable_functions()
     present = F.scaled_dot_product_attention
     _original = _beneath if present is scaled_dot_product_attention else present
     if not _leads_here(present):
@@ -342,8 +347,8 @@ def _turn_on() -> None:
 
 
 def _turn_off() -> None:
-    global _on
-    _on = False
+    global _on, _half_off
+    _half_off = True
     if F.scaled_dot_product_attention is scaled_dot_product_attention:  # else: another's wrapper
         F.scaled_dot_product_attention = _original
     CausalBias.__torch_function__ = _bias_before
@@ -351,6 +356,7 @@ def _turn_off() -> None:
         torch.backends.mha.set_fastpath_enabled(_fastpath_before)
     for one in list(_holders(scaled_dot_product_attention)):  # imported while the switch was on
         one.names[one.name] = _original
+    _on = _half_off = False
 
 
 class Handle:
@@ -370,9 +376,9 @@ class Handle:
 
     def __enter__(self) -> "Handle":
         with _lock.here():
-            self._blocks += 1
             _handles.add(self)
             _settle()
+            self._blocks += 1  # last: Ctrl-C before it leaves no block to wait for
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -384,6 +390,8 @@ class Handle:
 
 def _settle() -> None:
     """Makes what is replaced agree with the handles that are left."""
+    if _half_off:  # by Ctrl-C
+        _turn_off()
     names = any(one.imported_names for one in _handles)
     if _handles and not _on:
         _turn_on()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from switch_testing import THE, both, clean, close, qkv
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported_earlier
 
 from orchard import OrchardError, UnsupportedError, switch
@@ -232,6 +232,42 @@ def test_interrupted_while_it_is_turned_on(monkeypatch):
         with switch.enable():
             assert F.scaled_dot_product_attention(*qkv(1, 2, 5, 4)).shape == (1, 2, 5, 4)
     switch.disable()
+
+
+@pytest.mark.parametrize("then", ["enable", "disable"])
+def test_interrupted_while_it_is_turned_off(monkeypatch, then):
+    """The next call ends what Ctrl-C left half undone; `clean` sees that all is put back."""
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    switch.enable()
+    with monkeypatch.context() as now:
+        now.setattr(torch.backends.mha, "get_fastpath_enabled", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            switch.disable()
+    assert F.scaled_dot_product_attention is THE.torch
+    if then == "disable":
+        switch.disable()
+    else:
+        with switch.enable():
+            F.scaled_dot_product_attention(*qkv(1, 2, 5, 4))
+        assert switch.counts() == {switch.SERVED: 1}
+    assert torch.backends.mha.get_fastpath_enabled()
+    # With a CausalBias torch's function asks what stands in the class: no longer ours.
+    q = torch.randn(1, 2, 5, 4)
+    close([THE.torch(q, q, q, is_causal=True)], [THE.torch(q, q, q, causal_upper_left(5, 5))])
+
+
+def test_a_block_that_was_never_entered_is_not_waited_for(monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+    handle = switch.Handle(True)
+    with monkeypatch.context() as now:
+        now.setattr(torch.backends.mha, "set_fastpath_enabled", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            handle.__enter__()
+    with handle:
+        assert switch.active()
+    assert not switch.active()
 
 
 def test_reloaded_while_on():
@@ -544,6 +580,30 @@ def test_a_mode_of_the_user_sees_the_call():
         with torch.device("cpu"):
             F.scaled_dot_product_attention(q, k, v)
     assert switch.counts() == {"a TorchFunctionMode that should see the call": 1, switch.SERVED: 1}
+
+
+def test_a_mode_sees_calls_of_compiled_code():
+    """Also where nobody had compiled anything before the switch was on."""
+    done = subprocess.run([sys.executable, "-c", """
+import orchard, torch, torch.nn.functional as F
+class Doubles(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return 2 * made if func.__name__ == "scaled_dot_product_attention" else made
+q = torch.randn(1, 2, 5, 8)
+expected = 2 * F.scaled_dot_product_attention(q, q, q)
+def inside(q):
+    with Doubles():
+        return F.scaled_dot_product_attention(q, q, q)
+with orchard.enable():
+    call = torch.compile(inside, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(call(q), expected)
+    call = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend="aot_eager")
+    with Doubles():
+        torch.testing.assert_close(call(q), expected)
+assert F.scaled_dot_product_attention in torch.overrides.get_overridable_functions()[F]
+"""], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_torch_func():

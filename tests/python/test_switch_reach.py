@@ -231,6 +231,47 @@ def test_compiled_layer_before_during_after(start_on):
             handle.remove()
 
 
+def test_switched_inside_compiled_code():
+    """On for the block and off after it, also if the block ends by an exception. With fullgraph
+    torch refuses the switch, as all that changes modules."""
+    torch._dynamo.reset()
+
+    def attend(q, k, v, fail):
+        with switch.enable():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            if fail:
+                raise ZeroDivisionError
+            return out + 1
+
+    tensors = qkv(2, 3, 7, 8, grad=False)
+    call = torch.compile(attend, backend="aot_eager")
+    close([THE.torch(*tensors, is_causal=True) + 1], [call(*tensors, False)])
+    assert switch.active() == [] and switch.counts() in ({}, {switch.SERVED: 1})
+    assert ops_of(lambda: call(*tensors, False)) in OURS
+    with pytest.raises(ZeroDivisionError):
+        call(*tensors, True)
+    assert switch.active() == [] and F.scaled_dot_product_attention is THE.torch
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(attend, backend="aot_eager", fullgraph=True)(*tensors, False)
+    assert switch.active() == []
+
+
+@pytest.mark.parametrize("transform", [
+    lambda f: torch.func.grad(lambda *x: f(*x).square().sum()), torch.vmap], ids=["grad", "vmap"])
+def test_transforms_inside_compiled_code_are_torchs(transform):
+    torch._dynamo.reset()
+    tensors = qkv(2, 3, 7, 8, grad=False)
+
+    def attend(*x):
+        return transform(lambda *y: F.scaled_dot_product_attention(*y, is_causal=True))(*x)
+
+    expected = attend(*tensors)
+    with switch.enable():
+        found = torch.compile(attend, fullgraph=True, backend="aot_eager")(*tensors)
+    assert torch.equal(expected, found)
+
+
 def test_compiled_by_inductor():
     torch._dynamo.reset()
     compiled = torch.compile(lambda *a: F.scaled_dot_product_attention(*a), fullgraph=True)
