@@ -10,6 +10,7 @@ says in as few numbers as possible who sees whom; `attention` (calls.py) is call
 and understands it. What they say to each other is in forms.py.
 """
 
+from .. import torch as _torch  # first: it says so where torch is absent or too old
 from .interfaces import NAME, AttentionInterface, AttentionMaskInterface
 from .calls import attention
 from .diagnosis import doctor

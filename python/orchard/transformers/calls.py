@@ -110,7 +110,7 @@ def _one_sequence(options: Dict[str, Any], rows: int, length: int, keys: int) ->
     if keys != length or not (others is begins or torch.equal(begins, others)):
         raise UnsupportedError("orchard.transformers: packed sequences with a position bias or a "
                                "mask of this model's own, whose queries and keys are not the same "
-                               'tokens; use "sdpa"')
+                               "tokens; pass them padded")
     places = torch.arange(rows * length, device=begins.device)
     number = torch.bucketize(places, begins, right=True).view(rows, 1, length)
     return number[..., :, None] == number[..., None, :]
@@ -166,7 +166,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
     if indices is not None:
         if "cu_seqlens_q" in options:
             raise UnsupportedError("orchard.transformers: packed sequences together with chosen "
-                                   'keys (indices=...); use "sdpa"')
+                                   "keys (indices=...); pass them padded")
         given = _chosen(given, indices, keys, crop)
     if given is not None and given.dtype != torch.bool and position_bias is not None:
         options["bias"], given = position_bias + given, None  # both additive
