@@ -22,7 +22,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 from . import _structs
 from ._context import Context, context
 from ._exports import REFUSALS
-from ._library import ArgumentError, OutOfMemoryError, lib
+from ._library import ArgumentError, DeviceError, InternalError, OutOfMemoryError, lib
 from ._uncompiled import uncompiled
 from .arrays import Operands, empty_like_kind
 
@@ -147,7 +147,11 @@ New = Callable[[str, str, Any, Tuple[int, ...], int], Any]
 
 
 def _run(ctx: Context, operands: Operands, args: Any) -> None:
-    ctx.call(getattr(lib, "orchard_" + operands.op), ctypes.byref(args))
+    try:
+        ctx.call(getattr(lib, "orchard_" + operands.op), ctypes.byref(args))
+    except (DeviceError, InternalError):  # outputs are undefined, or an audit found them wrong
+        operands.written()
+        raise
     operands.written()
 
 
@@ -270,7 +274,8 @@ def attention_forward(
 
     Raises:
         OrchardError: its kinds say what was wrong, the text which operand and numbers. Nothing was
-            written then, unless a device failed at work (DeviceError): results are undefined.
+            written then, unless a device failed at work (DeviceError), or an audit found results
+            wrong (InternalError): results are undefined.
     """
     options = dict(bias=bias, mask=mask, alibi=alibi, sinks=sinks, key_lengths=key_lengths,
                    cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_t=max_t, max_s=max_s,

@@ -227,6 +227,20 @@ def torch_on_opencl():
     return made
 
 
+def deviating():
+    """A device whose kernels do nothing, every second call audited, ORCHARD_STRICT=1: what torch's
+    calls without options saw, with nothing recorded and with a graph; then orchard's own calls, and
+    how often torch heard of their output."""
+    from orchard.torch import cpu, scaled_dot_product_attention
+    assert cpu.kernel() == os.environ["ORCHARD_TORCH_KERNEL"]
+    x = torch.from_numpy(wholes()["q"])
+    made = [[watched(scaled_dot_product_attention, *[leaf] * 3) for _ in range(4)]
+            for leaf in (x, x.clone().requires_grad_())]
+    out = torch.empty_like(x)
+    made.append([watched(orchard.attention_forward, x, x, x, out=out) for _ in range(4)])
+    return made, out._version
+
+
 def on_a_gpu():
     """A device that passes for a GPU, and ORCHARD_BACKEND unset."""
     call = wholes()
@@ -236,8 +250,11 @@ def on_a_gpu():
     made["default"], at = watched(forward, **call), launches()
     made["cpu"], made["torch"] = watched(forward, q, k, v, backend="cpu"), watched(plain_step)
     made["launches"] = at - begin, launches() - at
+    given, leaf = torch.empty(1, 2, 16, 16), torch.ones(1, 2, 16, 16, requires_grad=True)
+    kept_by_a_graph = (leaf * given).sum()
     lose_the_device()
-    made["losing"] = watched(forward, q, k, v)
+    made["losing"] = watched(forward, q, k, v, out=given)
+    made["graph"] = watched(kept_by_a_graph.backward)[0]
     made["lost said"] = watched(orchard.explain, FORWARD, q, k, v)[0]
     made["lost"] = watched(forward, q, k, v)
     made["lost alone"] = watched(forward, q, k, v, backend="opencl")
@@ -271,8 +288,8 @@ def without_a_device():
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"),
                            reason="PoCL is for Linux")
-OURS = ("ORCHARD_BACKEND", "ORCHARD_STRICT", "ORCHARD_TUNE", "ORCHARD_METAL_LIBRARY",
-        "ORCHARD_OPENCL_LIBRARY", "ORCHARD_OPENCL_DEVICE")
+OURS = ("ORCHARD_AUDIT", "ORCHARD_BACKEND", "ORCHARD_STRICT", "ORCHARD_TUNE",
+        "ORCHARD_METAL_LIBRARY", "ORCHARD_OPENCL_LIBRARY", "ORCHARD_OPENCL_DEVICE")
 FAULTY = pathlib.Path(os.environ.get("ORCHARD_BUILD", "ORCHARD_BUILD is not set"),
                       "tests/libfaulty_opencl.so")
 CHILDREN = {
@@ -280,6 +297,10 @@ CHILDREN = {
     **{f"torch {kernel}": (torch_on_opencl, dict(
         ORCHARD_OPENCL_LIBRARY=str(FAULTY), FAULTY_OPENCL_MODE="", ORCHARD_BACKEND="opencl,cpu",
         ORCHARD_TORCH_KERNEL=kernel)) for kernel in ("c", "python")},
+    **{f"deviating {kernel}": (deviating, dict(
+        ORCHARD_OPENCL_LIBRARY=str(FAULTY), FAULTY_OPENCL_SKIP="all", ORCHARD_BACKEND="opencl",
+        ORCHARD_AUDIT="2", ORCHARD_STRICT="1", ORCHARD_TORCH_KERNEL=kernel))
+       for kernel in ("c", "python")},
     "on_a_gpu": (on_a_gpu, dict(ORCHARD_OPENCL_LIBRARY=str(FAULTY), FAULTY_OPENCL_MODE="gpu")),
     "without_a_device": (without_a_device, dict(ORCHARD_OPENCL_LIBRARY="/nonexistent",
                                                 ORCHARD_BACKEND="opencl")),
@@ -479,6 +500,19 @@ def test_torch_keeps_to_the_cpu_where_nobody_names_opencl(saw):
     np.testing.assert_allclose(seen["default"][0][0], seen["cpu"][0][0], rtol=0, atol=2e-6)
 
 
+@linux
+@kernels
+def test_a_strict_audits_error_arrives(saw, kernel):
+    """Taken for a mistake of the caller's it led to another call, which nobody audited."""
+    made, version = saw(f"deviating {kernel}")
+    for calls in made:
+        assert [counts[FORWARD, "opencl", None] for _, counts, _ in calls] == [1] * 4
+        errors = [result for result, _, _ in calls if result[0] is orchard.InternalError]
+        assert len(errors) == 2
+        assert all(sentence.startswith(f"{FORWARD}: audit: ") for _, sentence in errors)
+    assert version == 4  # what an audit found wrong was written all the same
+
+
 # ---- A device that is lost, or not there ---------------------------------------------------------
 
 FALLBACK = {(FORWARD, "opencl", NO_DEVICE): 1, (FORWARD, "cpu", None): 1}
@@ -494,6 +528,8 @@ def assert_lost(seen):
 def test_after_a_loss_the_next_backend_goes_on(saw):
     seen = saw("on_a_gpu")
     assert_lost(seen["losing"])
+    kind, sentence = seen["graph"]  # it had saved what was given as out, which is undefined now
+    assert kind is RuntimeError and "modified by an inplace operation" in sentence
     result, counts, memory = seen["lost"]
     assert FALLBACK.items() <= counts.items() and memory == (0, 0, 0, 0)
     assert np.array_equal(result[0], seen["cpu"][0][0])

@@ -17,8 +17,8 @@ from typing import NoReturn, Optional, Tuple
 import torch
 
 from .. import _library, _structs
-from .._library import (ERRORS, CompileError, DeviceError, OrchardError, OutOfMemoryError,
-                        ShapeError, UnsupportedError, lib)
+from .._library import (ERRORS, ArgumentError, DtypeError, LayoutError, OrchardError, ShapeError,
+                        lib)
 from . import operands, outputs, threads
 from .outputs import GRADIENTS, Tensors2, Tensors5, check_present
 
@@ -150,6 +150,7 @@ def reraise(error: Exception) -> NoReturn:
 
 
 def misused(error: Exception) -> bool:
-    """Whether another call may do better, or say better what is wrong: not if this one was right,
-    and there was no backend, memory or device for it."""
-    return not isinstance(error, (UnsupportedError, OutOfMemoryError, DeviceError, CompileError))
+    """Whether another call may do better, or say better what is wrong. Not where this one was right
+    and failed all the same: the next would hide that, an audit's finding above all."""
+    return not isinstance(error, OrchardError) or isinstance(
+        error, (ArgumentError, ShapeError, DtypeError, LayoutError))
