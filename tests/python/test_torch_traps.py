@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -508,6 +509,14 @@ def test_python_kernel_gives_the_same_bits():
     absent = run(CALL, ORCHARD_TORCH_LIBRARY="/nonexistent/liborchard_torch.so").stdout.split()
     assert python[0] == absent[0] == "python" and "/nonexistent" in " ".join(absent)
     assert chosen[-1] == python[-1] == absent[-1]
+
+
+def test_another_library_keeps_the_c_kernel(tmp_path):
+    """A build of the C library alone, as ORCHARD_LIBRARY may name, has no kernel.c beside it."""
+    alone = shutil.copy(_library.path(), tmp_path)
+    told = run(f"import orchard._library as l\nassert l.path() == {alone!r}\n{CALL}",
+               ORCHARD_LIBRARY=alone)
+    assert told.stdout.split() == run(CALL).stdout.split() and told.stdout.startswith("c "), told
 
 
 @pytest.mark.parametrize("library, why", [

@@ -73,12 +73,14 @@ def plain_backward(needs, dout, out, lse, q, k, v, scale, causal) -> Tuple[torch
 # ---- Registration --------------------------------------------------------------------------------
 
 def path() -> str:
-    """The file of kernel.c: beside liborchard, unless ORCHARD_TORCH_LIBRARY names it."""
+    """The file of kernel.c: what ORCHARD_TORCH_LIBRARY names, else beside liborchard; another
+    liborchard may stand alone, and serves this package's own."""
     given = os.environ.get("ORCHARD_TORCH_LIBRARY")
     if given:
         return given
     name = "liborchard_torch.dylib" if sys.platform == "darwin" else "liborchard_torch.so"
-    return str(pathlib.Path(_library.path()).parent / name)
+    beside = pathlib.Path(_library.path()).parent / name
+    return str(beside if beside.exists() else pathlib.Path(_library.__file__).parent / "lib" / name)
 
 
 def _open() -> Optional[ctypes.CDLL]:
