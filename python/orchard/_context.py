@@ -1,8 +1,8 @@
-"""A C context per thread and set of options, made when first needed.
+"""A C context per thread and list of backends, made when first needed.
 
-A context serves one thread at a time, so every thread has its own; it ends with its thread, or when
-a device of its was lost. After a fork the child makes new ones: what the parent's other threads
-held at that moment is not touched.
+A context serves one thread at a time, so every thread has its own; it ends with its thread, when
+another number of threads is asked for, or when a device of its was lost. After a fork the child
+makes new ones: what the parent's other threads held at that moment is not touched.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from ._library import DeviceError, check, lib
 class Context:
     """Owns one orchard_ctx; `handle` is what C calls take."""
 
-    def __init__(self, threads: int = 0, backend: Optional[str] = None, cpu: Optional[str] = None,
-                 strict: Optional[bool] = None, parallel_for: Optional[int] = None) -> None:
+    def __init__(self, threads: int = 0, backend: Optional[str] = None,
+                 parallel_for: Optional[int] = None, strict: bool = False) -> None:
         self.handle = ctypes.c_void_p()
         self.process = os.getpid()
-        opts = _structs.CtxOpts(threads=threads, parallel_for=parallel_for)
-        opts.strict = 0 if strict is None else 1 if strict else -1
+        self.asked = threads
+        opts = _structs.CtxOpts(threads=threads, parallel_for=parallel_for, strict=strict)
         opts.backend = backend.encode() if backend else None
-        opts.cpu = cpu.encode() if cpu else None
         check(lib.orchard_ctx_create_version(ctypes.byref(self.handle), ctypes.byref(opts),
                                              _structs.HEADER_VERSION))
 
@@ -64,13 +63,13 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def context(threads: int = 0, backend: Optional[str] = None, cpu: Optional[str] = None,
-            strict: Optional[bool] = None, parallel_for: Optional[int] = None) -> Context:
+def context(threads: int = 0, backend: Optional[str] = None,
+            parallel_for: Optional[int] = None) -> Context:
     """This thread's context with these options."""
     if _contexts.process != os.getpid():
         _contexts.__init__()
-    key = (threads, backend, cpu, strict, parallel_for)
+    key = (backend, parallel_for)
     found = _contexts.made.get(key)
-    if found is None:
-        found = _contexts.made[key] = Context(*key)
+    if found is None or found.asked != threads:  # each keeps its largest scratch
+        found = _contexts.made[key] = Context(threads, backend, parallel_for)
     return found

@@ -16,7 +16,9 @@ import torch
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
+import orchard
 from orchard import _context
+from orchard.torch import cpu
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch import threads
 from process import resident
@@ -211,16 +213,62 @@ def test_a_forked_child_has_contexts_of_its_own():
     assert ask() is parents
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_frees_only_contexts_of_its_own(monkeypatch):
-    """What another thread of the parent was using at the fork is dropped in the child at once."""
-    freed, free = [], _context.lib.orchard_ctx_free
+@pytest.fixture
+def freed(monkeypatch):
+    """The addresses of contexts that Python has freed."""
+    seen, free = [], _context.lib.orchard_ctx_free
 
     def record(handle):
-        freed.append(handle.value)
+        seen.append(handle.value)
         free(handle)
 
     monkeypatch.setattr(_context.lib, "orchard_ctx_free", record)
+    return seen
+
+
+def in_thread(work):
+    made = []
+    thread = threading.Thread(target=lambda: made.append(work()))
+    thread.start()
+    thread.join(60)
+    return made[0]
+
+
+def test_pythons_contexts_end_with_their_thread(freed):
+    x = torch.randn(1, 2, 5, 8)
+
+    def work():
+        outs = [orchard.attention_forward(x, x, x, backend="cpu", threads=1)[0],
+                cpu.plain_forward(x, x, x, None, False, False)[0]]
+        assert same(outs, [attention(x, x, x)] * 2)
+        return [ctx.handle.value for ctx in _context._contexts.made.values()]
+
+    made = [address for _ in range(20) for address in in_thread(work)]
+    assert len(made) == 40 and sorted(freed) == sorted(made)
+
+
+def test_pythons_contexts_end_when_another_number_of_threads_is_asked_for(freed):
+    x, counts = torch.randn(1, 2, 5, 8), (1, 1, 2, 3, 1)
+
+    def work():
+        for count in counts:
+            torch.set_num_threads(count)
+            cpu.plain_forward(x, x, x, None, False, False)
+            orchard.attention_forward(x, x, x, backend="ref", threads=count)
+            seen.append(([ctx.threads for ctx in _context._contexts.made.values()], len(freed)))
+
+    before, seen = torch.get_num_threads(), []
+    try:
+        in_thread(work)
+    finally:
+        torch.set_num_threads(before)
+    ends = (0, 0, 2, 4, 6)  # how many contexts did, before each
+    assert seen == [([count] * 2, ended) for count, ended in zip(counts, ends)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_frees_only_contexts_of_its_own(freed):
+    """What another thread of the parent was using at the fork is dropped in the child at once."""
     held = [_context.Context(threads=1, backend="ref")]
     address = held[0].handle.value
 
