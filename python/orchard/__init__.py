@@ -16,7 +16,6 @@ first used, `import orchard` never does.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any, List
 
 from ._library import (ArgumentError, CompileError, DeviceError, DtypeError, FileError,
@@ -61,11 +60,11 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
-    """Without what is only imported here; with the switches only where there is torch: who lists
-    names (`help`) gets them all."""
+    """Without what is only imported here; with the switches only where they can be had, for which
+    torch is imported: who lists names (`help`) gets them all."""
+    names = set(globals()) - {"annotations", "TYPE_CHECKING", "Any", "List"}
     try:
-        found = importlib.util.find_spec("torch") is not None
-    except ValueError:  # a module without a spec: somebody's stand-in
-        found = False
-    imported = {"annotations", "importlib", "TYPE_CHECKING", "Any", "List"}
-    return sorted((set(globals()) - imported) | set(_SWITCHES if found else ()))
+        from . import switch
+    except Exception:  # torch's: absent, too old, or broken in a way of its own
+        return sorted(names)
+    return sorted(names | set(_SWITCHES))

@@ -583,6 +583,16 @@ print(orchard.attention_forward(q, q, q)[0].tolist(), "enable" in dir(orchard))
     assert done.stdout == "[[[[1.0, 1.0], [1.0, 1.0]]]] False\n", done.stderr
 
 
+@pytest.mark.parametrize("torchs_file", ["__version__ = '2.1.0'", "raise OSError('no libcudart')"])
+def test_help_is_there_beside_a_torch_that_cannot_be_used(torchs_file, tmp_path):
+    (tmp_path / "torch.py").write_text(torchs_file)
+    code = (f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import inspect, orchard, pydoc\n"
+            "print(*dict(inspect.getmembers(orchard))); pydoc.render_doc(orchard)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "attention_forward" in done.stdout.split() and "enable" not in done.stdout.split()
+
+
 def test_masked_arrays_are_refused():
     q = numbers(1, 2, 3, 4)
     with pytest.raises(orchard.ArgumentError, match="k is a masked array, and its mask would be lost"):
