@@ -12,8 +12,7 @@ import ctypes
 import math
 from typing import Any, Optional, Tuple
 
-from . import _structs
-from ._exports import REFUSALS, Export, python_call
+from ._exports import DTYPES, REFUSALS, SIZES, Export, python_call
 from ._library import ArgumentError, DeviceError, DtypeError
 
 CPU = 1
@@ -22,12 +21,8 @@ _DEVICES = {2: "cuda", 3: "cuda_host", 4: "opencl", 7: "vulkan", 8: "metal", 10:
 
 READ_ONLY, IS_COPIED = 1, 2  # bits of DLManagedTensorVersioned.flags
 
-_DTYPES = {  # (code, bits)
-    (2, 64): _structs.F64, (2, 32): _structs.F32, (2, 16): _structs.F16, (4, 16): _structs.BF16,
-    (0, 64): _structs.I64, (0, 32): _structs.I32, (0, 16): _structs.I16, (0, 8): _structs.I8,
-    (1, 8): _structs.U8, (6, 8): _structs.BOOL,
-}
-_CODES = {dtype: pair for pair, dtype in _DTYPES.items()}
+_CODES = {dtype: (of.code, 8 * SIZES[dtype]) for dtype, of in DTYPES.items()}
+_DTYPES = {pair: dtype for dtype, pair in _CODES.items()}
 
 
 class DLTensor(ctypes.Structure):

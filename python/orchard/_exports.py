@@ -7,21 +7,33 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 from . import _structs
-from ._library import ArgumentError, LayoutError, ShapeError
+from ._library import ArgumentError, LayoutError, ShapeError, lib
 
-NAMES = {
-    _structs.F64: "f64", _structs.F32: "f32", _structs.F16: "f16", _structs.BF16: "bf16",
-    _structs.I64: "i64", _structs.I32: "i32", _structs.I16: "i16", _structs.I8: "i8",
-    _structs.U8: "u8", _structs.BOOL: "bool",
-}
-SIZES = {
-    _structs.F64: 8, _structs.F32: 4, _structs.F16: 2, _structs.BF16: 2, _structs.I64: 8,
-    _structs.I32: 4, _structs.I16: 2, _structs.I8: 1, _structs.U8: 1, _structs.BOOL: 1,
-}
 
+class Dtype(NamedTuple):
+    """An element type as others call it."""
+
+    name: str    # NumPy's and torch's
+    format: str  # a memoryview's: it casts to no 16-bit floats
+    code: int    # DLPack's
+
+
+DTYPES = {
+    _structs.F64: Dtype("float64", "d", 2),
+    _structs.F32: Dtype("float32", "f", 2),
+    _structs.F16: Dtype("float16", "H", 2),
+    _structs.BF16: Dtype("bfloat16", "H", 4),
+    _structs.I64: Dtype("int64", "q", 0),
+    _structs.I32: Dtype("int32", "i", 0),
+    _structs.I16: Dtype("int16", "h", 0),
+    _structs.I8: Dtype("int8", "b", 0),
+    _structs.U8: Dtype("uint8", "B", 1),
+    _structs.BOOL: Dtype("bool", "?", 6),
+}
+SIZES = {dtype: lib.orchard_dtype_size(dtype) for dtype in DTYPES}
 
 # What arrays and numbers of others raise where they have nothing to offer. Not every Exception: a
 # signal's handler may raise its own in here (a deadline, say), which is not ours to swallow.

@@ -19,20 +19,8 @@ import sys
 from typing import Any, List, Optional, Sequence, Tuple
 
 from . import _buffers, _dlpack, _structs
-from ._exports import NAMES, REFUSALS, SIZES, Export, check_storage
-from ._library import ArgumentError, LayoutError, OrchardError, OutOfMemoryError
-
-_TORCH_NAMES = {
-    _structs.F64: "float64", _structs.F32: "float32", _structs.F16: "float16",
-    _structs.BF16: "bfloat16", _structs.I64: "int64", _structs.I32: "int32", _structs.I16: "int16",
-    _structs.I8: "int8", _structs.U8: "uint8", _structs.BOOL: "bool",
-}
-
-# Formats of a memoryview; it casts to no 16-bit floats.
-_FORMATS = {
-    _structs.F64: "d", _structs.F32: "f", _structs.F16: "H", _structs.BF16: "H", _structs.I64: "q",
-    _structs.I32: "i", _structs.I16: "h", _structs.I8: "b", _structs.U8: "B", _structs.BOOL: "?",
-}
+from ._exports import DTYPES, REFUSALS, SIZES, Export, check_storage
+from ._library import ArgumentError, LayoutError, OrchardError, OutOfMemoryError, lib
 
 
 def _is_of(module: str, name: str, array: Any) -> bool:
@@ -150,11 +138,11 @@ def empty_like_kind(array: Any, shape: Sequence[int], dtype: int) -> Any:
     """A new dense array of the kind of `array` (NumPy, torch, else ours); undefined elements."""
     shape = tuple(shape)
     if _is_of("torch", "Tensor", array):
-        return array.new_empty(shape, dtype=getattr(sys.modules["torch"], _TORCH_NAMES[dtype]))
+        return array.new_empty(shape, dtype=getattr(sys.modules["torch"], DTYPES[dtype].name))
     if _is_of("numpy", "ndarray", array) or _is_of("numpy", "generic", array):
         numpy = sys.modules["numpy"]
         # bfloat16 is a type that ml_dtypes adds: only the array itself knows it.
-        kind = array.dtype if dtype == _structs.BF16 else _TORCH_NAMES[dtype]
+        kind = array.dtype if dtype == _structs.BF16 else DTYPES[dtype].name
         return numpy.empty(shape, dtype=kind)
     return Array(shape, dtype)
 
@@ -204,14 +192,14 @@ class Array:
     @property
     def dtype(self) -> str:
         """The element type as C writes it: "f32"."""
-        return NAMES[self._dtype]
+        return lib.orchard_dtype_name(self._dtype).decode()
 
     def memory(self) -> memoryview:
         """Shape and format for whoever reads it with plain Python."""
         flat: Any = memoryview(self._memory).cast("B")[:self._bytes]
         if not self._bytes:
-            return flat.cast(_FORMATS[self._dtype])  # a shape with a 0 in it cannot be cast to
-        return flat.cast(_FORMATS[self._dtype], list(self.shape))
+            return flat.cast(DTYPES[self._dtype].format)  # a shape with a 0 in it cannot be cast to
+        return flat.cast(DTYPES[self._dtype].format, list(self.shape))
 
     def __buffer__(self, flags: int) -> memoryview:
         # NumPy asks here first, and would see integers, or another shape.
@@ -223,7 +211,7 @@ class Array:
         """For NumPy, which takes an object that it cannot read for a single element."""
         import numpy
         try:
-            kind = numpy.dtype(_TORCH_NAMES[self._dtype])
+            kind = numpy.dtype(DTYPES[self._dtype].name)
         except TypeError:
             raise TypeError("orchard.Array: NumPy has bf16 only after `import ml_dtypes`; "
                             "torch.from_dlpack takes it as it is") from None

@@ -6,16 +6,11 @@ from typing import Optional
 
 import torch
 
-from .. import _structs
+from .. import _exports, _structs
 from .._exports import check_storage
 from .._library import DtypeError, ShapeError
 
-DTYPES = {
-    torch.float64: _structs.F64, torch.float32: _structs.F32, torch.float16: _structs.F16,
-    torch.bfloat16: _structs.BF16, torch.int64: _structs.I64, torch.int32: _structs.I32,
-    torch.int16: _structs.I16, torch.int8: _structs.I8, torch.uint8: _structs.U8,
-    torch.bool: _structs.BOOL,
-}
+DTYPES = {getattr(torch, of.name): dtype for dtype, of in _exports.DTYPES.items()}
 
 TENSORS = 11  # how many of the arguments that the ops share are tensors: q ... seed
 
