@@ -10,7 +10,7 @@ import ctypes
 from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 from . import _structs
-from ._library import ArgumentError, LayoutError, ShapeError, lib
+from ._library import ArgumentError, LayoutError, lib
 
 
 class Dtype(NamedTuple):
@@ -90,15 +90,12 @@ class Export:
             owner.release()
 
     def tensor(self, op: str, name: str) -> _structs.Tensor:
-        """The C view. What C checks (dtype, alignment, negative strides) is left to C."""
-        rank = len(self.shape)
-        if rank > _structs.MAX_RANK:
-            raise ShapeError(f"{op}: {name} has rank {rank}, the limit is {_structs.MAX_RANK}")
-        view = _structs.Tensor(data=self.address or None, dtype=self.dtype, rank=rank)
-        view.size[:rank] = self.shape
-        # The stride of a dimension of one element says nothing and may be anything.
-        view.stride[:rank] = [stride if size > 1 else max(stride, 0)
-                              for size, stride in zip(self.shape, self.strides)]
+        """The C view. What C checks (rank, dtype, alignment, negative strides) is left to C."""
+        view = _structs.Tensor(data=self.address or None, dtype=self.dtype, rank=len(self.shape))
+        for i, size, stride in zip(range(_structs.MAX_RANK), self.shape, self.strides):
+            view.size[i] = size
+            # The stride of a dimension of one element says nothing and may be anything.
+            view.stride[i] = stride if size > 1 else max(stride, 0)
         return view
 
 

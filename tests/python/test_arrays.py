@@ -96,8 +96,12 @@ def test_negative_strides_get_c_s_sentence():
 
 
 def test_too_many_dimensions():
-    with pytest.raises(orchard.ShapeError, match="q has rank 9, the limit is 8"):
-        orchard.attention_forward(np.zeros((1,) * 9, "f4"), *[numbers(1, 1, 2, 2)] * 2)
+    q = numbers(1, 1, 2, 2)
+    for name in ("q", "k", "v", "out", "lse", "bias", "mask", "alibi", "sinks", "key_lengths"):
+        dtype = {"mask": "?", "key_lengths": "i4"}.get(name, "f4")
+        call = {"q": q, "k": q, "v": q, name: np.zeros((1,) * 9, dtype)}
+        with pytest.raises(orchard.ShapeError, match=f"{name} has rank 9, (the limit is 8|must)"):
+            orchard.attention_forward(**call)
 
 
 def test_read_only_inputs_are_fine_and_outputs_are_not():

@@ -88,6 +88,24 @@ def test_more_threads_than_a_context_has():
     assert told == "True\n"
 
 
+@pytest.mark.parametrize("kernels", [(ops.forward, ops.backward), ops.kernel_for("cpu")],
+                         ids=["c", "python"])
+def test_too_many_dimensions(kernels):
+    """More than the structs hold, and so C says it."""
+    x, numbers = torch.ones(1, 2, 3, 8), (0, 0, None, False, False, -1, -1, 0.0, 0.0)
+    forward, backward = kernels
+    given = [x, x, x, *[None] * 8]
+    out, lse = forward(*given, *numbers)
+    for at, name in enumerate(("q", "k", "v", "bias", "mask", "alibi", "sinks", "key_lengths")):
+        dtype = {"mask": torch.bool, "key_lengths": torch.int32}.get(name, torch.float32)
+        wrong = [*given[:at], torch.ones((1,) * 9, dtype=dtype), *given[at + 1:]]
+        said = f": {name} has rank 9, (the limit is 8|must)"
+        with pytest.raises((orchard.ShapeError, RuntimeError), match="attention_forward" + said):
+            forward(*wrong, *numbers)
+        with pytest.raises((orchard.ShapeError, RuntimeError), match="attention_backward" + said):
+            backward(7, x, None, out, lse, *wrong, *numbers)
+
+
 def test_ops_refuse_one_operand_on_meta():
     """torch asks the fakes then, and the results would be memory that nobody wrote to."""
     x, rest = torch.ones(1, 2, 3, 8), (0, 0, None, False, False, -1, -1, 0.0, 0.5)

@@ -8,7 +8,7 @@ import torch
 
 from .. import _exports, _structs
 from .._exports import check_storage
-from .._library import DtypeError, ShapeError
+from .._library import DtypeError
 
 DTYPES = {getattr(torch, of.name): dtype for dtype, of in _exports.DTYPES.items()}
 
@@ -22,15 +22,13 @@ def describe(target: _structs.Tensor, tensor: Optional[torch.Tensor], op: str, n
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise DtypeError(f"{op}: {name} is {tensor.dtype}, which Orchard does not know")
-    rank = tensor.dim()
-    if rank > _structs.MAX_RANK:
-        raise ShapeError(f"{op}: {name} has rank {rank}, the limit is {_structs.MAX_RANK}")
     check_storage(op, name, tensor)
     target.data = tensor.data_ptr() or None
     target.dtype = dtype
-    target.rank = rank
-    target.size[:rank] = tensor.shape
-    target.stride[:rank] = tensor.stride()
+    target.rank = tensor.dim()  # one beyond the limit is told to C, which says so
+    shown = min(tensor.dim(), _structs.MAX_RANK)
+    target.size[:shown] = tensor.shape[:shown]
+    target.stride[:shown] = tensor.stride()[:shown]
 
 
 def without_options(scale: Optional[float], causal: bool, seed: Optional[torch.Tensor] = None,
