@@ -29,13 +29,9 @@ def forward(q, k, v, *rest) -> Tensors2:
     op = "attention_forward"
     args = _structs.AttentionForwardArgs()
     operands.attention(args.attention, op, q, k, v, *rest)
-    packed = rest[5] is not None
-    out = lse = None
-    # Without an output the library looks at the inputs and says what is wrong with their ranks.
-    if q.dim() == v.dim() == (3 if packed else 4):
-        out, lse = outputs.new_outputs(q, v, packed)
-        operands.describe(args.out, out, op, "out")
-        operands.describe(args.lse, lse, op, "lse")
+    out, lse = outputs.new_outputs(q, v, packed=rest[5] is not None)
+    operands.describe(args.out, out, op, "out")
+    operands.describe(args.lse, lse, op, "lse")
     threads.context().call(lib.orchard_attention_forward, byref(args))
     return out, lse
 

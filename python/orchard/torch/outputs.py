@@ -47,9 +47,13 @@ def check_rank(op: str, packed: bool, **operands: torch.Tensor) -> None:
             raise ShapeError(f"{op}: {name} has rank {tensor.dim()}, must be {3 if packed else 4}")
 
 
-def new_outputs(q: torch.Tensor, v: torch.Tensor, packed: bool) -> Tensors2:
+def new_outputs(q: torch.Tensor, v: torch.Tensor,
+                packed: bool) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
     """out and lse. out's rows lie in the order of q's, as torch's own flash kernel has it: joining
-    the heads afterwards costs no copy where splitting them cost none."""
+    the heads afterwards costs no copy where splitting them cost none. None where q or v has a wrong
+    rank: without an output the C library looks at the inputs, and says so."""
+    if not q.dim() == v.dim() == (3 if packed else 4):
+        return None, None
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     *size, _ = q.shape
     values = v.shape[-1]
