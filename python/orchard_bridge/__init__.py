@@ -8,6 +8,7 @@ Nothing needs enabling: flash_attn works wherever its tensors are, cpu or mps.
 docs/from-the-first-orchard.md is the page to migrate by.
 """
 
+from orchard import torch as _torch  # first: it says what is wrong with PyTorch, if anything
 from orchard import version as _version
 
 from ._enable import enable_flash, is_metal_flash_attn_available

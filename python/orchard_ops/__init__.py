@@ -9,6 +9,8 @@ _flash_attn_bwd_dropout. New programs use orchard.torch.scaled_dot_product_atten
 docs/from-the-first-orchard.md says what became of everything else.
 """
 
+from orchard import torch as _torch  # first: it says what is wrong with PyTorch, if anything
+
 from .flash_ops import flash_attn_bwd, flash_attn_fwd
 
 __all__ = ["flash_attn_bwd", "flash_attn_fwd"]

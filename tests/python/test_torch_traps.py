@@ -494,20 +494,27 @@ def run(code, **environment):
                           env={**os.environ, **environment})
 
 
-def test_without_torch_one_sentence():
+which_need_torch = pytest.mark.parametrize("package", ["orchard.torch", "orchard_ops",
+                                                       "orchard_bridge",
+                                                       "orchard_bridge.enable_flash"])
+
+
+@which_need_torch
+def test_without_torch_one_sentence(package):
     done = run("import sys; sys.modules['torch'] = None\n"
-               "try:\n    import orchard.torch\n"
+               f"try:\n    import {package}\n"
                "except ImportError as e:\n    print(type(e).__name__, e)")
     assert done.stdout.startswith("ImportError orchard.torch needs PyTorch 2."), done
+    assert done.stdout.count("\n") == 1
 
 
-def test_old_torch_one_sentence():
+@which_need_torch
+def test_old_torch_one_sentence(package):
     done = run("import sys, types; t = types.ModuleType('torch'); t.__version__ = '2.1.0+cpu'\n"
                "sys.modules['torch'] = t\n"
-               "try:\n    import orchard.torch\n"
+               f"try:\n    import {package}\n"
                "except ImportError as e:\n    print(e)")
-    assert "needs PyTorch 2.10 or later, this is 2.1.0+cpu" in done.stdout, done
-    assert done.stdout.count("\n") == 1
+    assert done.stdout == "orchard.torch needs PyTorch 2.10 or later, this is 2.1.0+cpu\n", done
 
 
 CALL = ("import torch, orchard.torch as o, orchard.torch.cpu as c\n"
