@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from orchard.torch import autograd, batching, cpu, onlookers, ops
-from orchard.torch.operands import TENSORS, without_options
+from orchard.torch.operands import TENSORS, new_seed, without_options
 from orchard.torch.outputs import DK, DQ, DV
 
 from . import state as states
@@ -151,11 +151,6 @@ def folded(x: Tensor) -> Tensor:
 
 def out_shape(q: Tensor, v: Tensor) -> torch.Size:
     return torch.Size((*q.shape[:-1], v.shape[-1]))
-
-
-def new_seed(dropout_p: float) -> Optional[Tensor]:
-    """From torch's generator: torch.manual_seed repeats a run."""
-    return torch.randint(2 ** 63 - 1, (), device="cpu") if dropout_p > 0 else None
 
 
 def arguments(call: Call, seed: Optional[Tensor]) -> tuple:

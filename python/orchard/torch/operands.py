@@ -31,6 +31,12 @@ def describe(target: _structs.Tensor, tensor: Optional[torch.Tensor], op: str, n
     target.stride[:shown] = tensor.stride()[:shown]
 
 
+def new_seed(dropout: float) -> Optional[torch.Tensor]:
+    """From torch's generator: torch.manual_seed repeats a run. 63 bits: torch's integers are
+    signed."""
+    return None if dropout == 0.0 else torch.randint(2 ** 63 - 1, (), device="cpu")
+
+
 def without_options(scale: Optional[float], causal: bool, seed: Optional[torch.Tensor] = None,
                     dropout: float = 0.0) -> tuple:
     """What stands behind q, k, v in the ops' schemas, where there is nothing but these."""

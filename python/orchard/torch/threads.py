@@ -26,8 +26,7 @@ BACKENDS = None if os.environ.get("ORCHARD_BACKEND") else "cpu,ref"
 
 def torch_library() -> Optional[ctypes.CDLL]:
     """libtorch_cpu, which torch has loaded privately; None where it has another name."""
-    name = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(sys.platform,
-                                                                         "libtorch_cpu.so")
+    name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
     path = pathlib.Path(torch.__file__).parent / "lib" / name
     try:
         return ctypes.CDLL(str(path))
