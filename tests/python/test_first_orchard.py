@@ -222,6 +222,18 @@ def test_only_the_wanted_gradients():
     close(k.grad, true_gradients((q, k, v), torch.ones(2, 4, 8), 1.0, False)[1][1])
 
 
+def test_backward_called_by_its_name():
+    """Six values, as the first Orchard's: one for each argument of forward."""
+    q, k, v = qkv(2, 4, 8)
+    out, _ = orchard_bridge.flash_attn(q, k, v, 1.0)
+    dout = random(2, 4, 8, seed=9)
+    made = orchard_bridge.FlashAttnFunction.backward(out.grad_fn, dout, None)
+    for found, right in zip(made, true_gradients((q, k, v), dout, 1.0, False)[1]):
+        close(found, right)
+    assert made[3:] == (None,) * 3
+    assert orchard_bridge.FlashAttnFunction.backward(out.grad_fn, None) == (None,) * 6
+
+
 # ---- Dropout -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("way", WAYS)
