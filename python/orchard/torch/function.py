@@ -16,7 +16,6 @@ from .onlookers import any_onlooker
 NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 INTEGER = (int, torch.SymInt)
 ALIGNMENTS = {"top_left": False, "bottom_right": True}
-SEEDS = 2 ** 63 - 1  # 63 bits: torch's integers are signed
 
 
 # ---- Checks that the C library cannot make -------------------------------------------------------
@@ -337,10 +336,8 @@ def _general(with_lse, query, key, value, attn_mask, dropout_p, is_causal, scale
     scale, left, right, softcap = _check_options(device, alibi_slopes, sinks, key_lengths, scale,
                                                  softcap, window)
     alibi_slopes, sinks = _beside(q, alibi_slopes), _beside(q, sinks)
-    dropout, seed = 0.0, None
-    if dropout_p != 0.0:
-        dropout = _check_number("dropout_p", dropout_p)
-        seed = torch.randint(SEEDS, (), device="cpu")
+    dropout = 0.0 if dropout_p == 0.0 else _check_number("dropout_p", dropout_p)
+    seed = operands.new_seed(dropout)
 
     out, lse = attention(with_lse, q, k, v, bias, mask, alibi_slopes, sinks, key_lengths,
                          cu_seqlens_q, cu_seqlens_k, seed, max_t, max_s, scale, is_causal,
