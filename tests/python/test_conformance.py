@@ -185,6 +185,35 @@ def test_isolated_crash_and_hang_end_only_their_case(monkeypatch):
     assert [fine[case.name].outcome for case in cases] == ["passes", "passes"]
 
 
+def test_a_module_that_speaks_without_ending_its_line(tmp_path, monkeypatch):
+    """What it says while it is imported stands before the first line that the worker tells."""
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "planted_loading.py").write_text(
+        "print('loading', end='')\nfrom planted_attention import crash, honest\n"
+        "def first_only(query, key, value, scale=None):\n"
+        "    return (honest if scale else crash)(query, key, value, scale=scale)\n")
+    cases = [BY_NAME["scale 1"], BY_NAME["plain"]]
+    judged = run_isolated("planted_loading:first_only", cases)
+    assert {name: v.outcome for name, v in judged.items()} == {
+        "scale 1": "passes", "plain": "crashes"}
+
+
+def test_a_module_that_cannot_be_imported_is_a_sentence(tmp_path, monkeypatch, capfd):
+    """Isolated, neither a crash nor a hang of it is one of the command."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "planted_aborting.py").write_text("import os\nos.abort()\n")
+    (tmp_path / "planted_waiting.py").write_text("import time\ntime.sleep(600)\n")
+    for target, told in (("planted_aborting:f", "importing planted_aborting:f: the process ended by "
+                          "SIGABRT"),
+                         ("no_such_module:f", "No module named 'no_such_module'"),
+                         ("planted_waiting:f", "importing planted_waiting:f was stopped after 1 s")):
+        if target == "planted_waiting:f":
+            monkeypatch.setattr(sys.modules[run_isolated.__module__], "START", 1.0)
+        assert main(["--isolate", "--only", "scale 1", "--target", target]) == 2
+        assert capfd.readouterr().err.endswith(f"conformance: {told}\n")
+
+
 def test_status_json_and_page(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
     monkeypatch.syspath_prepend(str(tmp_path))

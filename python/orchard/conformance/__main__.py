@@ -13,7 +13,7 @@ from typing import List, Optional
 import torch
 
 from . import report
-from .run import chosen, run, run_isolated, work
+from .run import chosen, run, run_isolated, sentence, version_isolated, work
 from .targets import find
 
 
@@ -106,9 +106,10 @@ def main(arguments: Optional[List[str]] = None) -> int:
             if file:
                 with open(file, "a"):       # before an hour of work, not after it
                     pass
-        versions = {name: find(name).version for name in targets}
+        versions = {name: version_isolated(name, given.device) if given.isolate
+                    else find(name).version for name in targets}
     except (Exception, SystemExit) as why:
-        print(f"conformance: {str(why).strip() or type(why).__name__}", file=sys.stderr)
+        print(f"conformance: {sentence(why)}", file=sys.stderr)
         return 2
     for name in targets:
         columns[name] = judge_one(given, name, cases, versions[name])

@@ -2,7 +2,7 @@
 
 Isolated, a worker process runs the cases one after the other and reports each by a line. If it dies
 or takes too long, that case's verdict is "crashes" or "hangs", and a new worker goes on behind it:
-isolation costs a process start only where something went wrong.
+isolation costs a process start only at the beginning and where something went wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .judge import CRASHES, HANGS, Verdict
 from .targets import find
 
 Told = Callable[[Case, Verdict], None]
-READY = "ready"
+Lines = queue.Queue[Optional[str]]
+START = 120.0   # seconds in which a worker must have imported torch and the target
 MARK = f"@{__name__}: "
 
 
@@ -63,23 +64,7 @@ def run_isolated(target: str, cases: Sequence[Case], device: str = "cpu", limit:
 def one_worker(target: str, cases: Sequence[Case], device: str, limit: float,
                memory: Optional[float]) -> Iterator[Tuple[Case, Verdict]]:
     """Verdicts until the worker is done, or has died or been stopped in a case."""
-    package = __name__.rpartition(".")[0]
-    command = [sys.executable, "-m", package, "--worker", "--target", target, "--device", device]
-    if memory:
-        command += ["--memory", str(memory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True, env=environment()) as worker, \
-            contextlib.ExitStack() as end:
-        assert worker.stdin and worker.stdout
-        json.dump([case.name for case in cases], worker.stdin)
-        worker.stdin.close()
-        lines: "queue.Queue[Optional[str]]" = queue.Queue()
-        reader = threading.Thread(target=forward_lines, args=(worker.stdout, lines), daemon=True)
-        reader.start()
-        end.callback(reader.join)   # before its stream is closed
-        end.callback(worker.kill)   # before that: a case may hang when the caller goes away
-        if lines.get() is None:
-            raise RuntimeError(f"conformance: the worker for {target} could not start")
+    with started(target, cases, device, memory) as (worker, lines, _):
         for case in cases:
             try:
                 line = lines.get(timeout=limit)
@@ -93,12 +78,50 @@ def one_worker(target: str, cases: Sequence[Case], device: str, limit: float,
             yield case, from_json(json.loads(line))
 
 
+def version_isolated(target: str, device: str = "cpu") -> str:
+    """The target's version, asked in a worker: to import it may crash or hang, too."""
+    with started(target, [], device, None) as (_, _, version):
+        pass
+    return version
+
+
+@contextlib.contextmanager
+def started(target: str, cases: Sequence[Case], device: str,
+            memory: Optional[float]) -> Iterator[Tuple[subprocess.Popen[str], Lines, str]]:
+    """A worker that has found the target, the lines that it tells, and the target's version."""
+    package = __name__.rpartition(".")[0]
+    command = [sys.executable, "-m", package, "--worker", "--target", target, "--device", device]
+    if memory:
+        command += ["--memory", str(memory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True, env=environment()) as worker, \
+            contextlib.ExitStack() as end:
+        assert worker.stdin and worker.stdout
+        json.dump([case.name for case in cases], worker.stdin)
+        worker.stdin.close()
+        lines: Lines = queue.Queue()
+        reader = threading.Thread(target=forward_lines, args=(worker.stdout, lines), daemon=True)
+        reader.start()
+        end.callback(reader.join)   # before its stream is closed
+        end.callback(worker.kill)   # before that: a case may hang when the caller goes away
+        try:
+            line = lines.get(timeout=START)
+        except queue.Empty:
+            raise RuntimeError(f"importing {target} was stopped after {START:g} s") from None
+        if line is None:
+            raise RuntimeError(f"importing {target}: {death(worker.wait())}")
+        ready = json.loads(line)
+        if "error" in ready:
+            raise RuntimeError(ready["error"])
+        yield worker, lines, ready["version"]
+
+
 def environment() -> Dict[str, str]:
     """The worker finds the modules that this process finds."""
     return dict(os.environ, PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
 
 
-def forward_lines(stream, lines: "queue.Queue[Optional[str]]") -> None:
+def forward_lines(stream, lines: Lines) -> None:
     for line in stream:
         if line.startswith(MARK):       # what the target itself prints is not for us
             lines.put(line[len(MARK):])
@@ -113,17 +136,31 @@ def death(code: int) -> str:
 
 
 def work(target: str, device: str, memory: Optional[float]) -> None:
-    """The worker's side: names of cases from standard input, a line for each to standard output."""
+    """The worker's side: names of cases from standard input, to standard output a line when the
+    target was found, and one for each case."""
     names = json.load(sys.stdin)
     by_name = {case.name: case for case in CASES}
-    found = find(target)
+    try:
+        found = find(target)
+    except (Exception, SystemExit) as why:
+        tell({"error": sentence(why)})
+        return
     if memory:
         import resource
         bytes_ = int(memory * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
-    print(MARK + READY, flush=True)
+    tell({"version": found.version})
     for name in names:
-        print("\n" + MARK + json.dumps(to_json(by_name[name].run(found, device))), flush=True)
+        tell(to_json(by_name[name].run(found, device)))
+
+
+def tell(fields: Dict) -> None:
+    """On a line of its own: the target may have printed without ending its line."""
+    print("\n" + MARK + json.dumps(fields), flush=True)
+
+
+def sentence(why: BaseException) -> str:
+    return str(why).strip() or type(why).__name__
 
 
 # ---- Verdicts as JSON ----------------------------------------------------------------------------
