@@ -383,7 +383,10 @@ def test_a_device_without_float64_is_asked_in_the_other_dtypes(monkeypatch):
                         or report.Verdict("passes", 0.0))
     BY_NAME["plain"].run(find("torch"), "mps:0")
     assert asked == ["float32", "float16", "bfloat16"]
-    assert BY_NAME["double backward"].run(find("torch"), "mps:0").outcome == "not measured"
+    for name in ("double backward", "float32 mask beside float64 q"):
+        verdict = BY_NAME[name].run(find("torch"), "mps:0")
+        assert verdict.outcome == "not measured" and "float64" in verdict.detail
+    assert not report.any_judged({name: verdict})
 
 
 def test_cases_are_named_once_and_explained():

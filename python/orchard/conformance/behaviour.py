@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import formula
-from .judge import (ABSENT, HEAVY, PASSES, UNSEEN, WRONG, Verdict, Wrong, ask, compare,
+from .judge import (ABSENT, HEAVY, NO_FLOAT64, PASSES, UNSEEN, WRONG, Verdict, Wrong, ask, compare,
                     judge, raised, references)
 from .problem import Inputs, Problem, build, has_float64
 
@@ -109,7 +109,7 @@ def second_order(target: Target, inputs: Inputs) -> Dict[str, Tensor]:
 @guarded
 def double_backward(target: Target, device: str) -> Verdict:
     if not has_float64(device):
-        return Verdict(UNSEEN, detail="judged in float64, which the device does not have")
+        return NO_FLOAT64
     problem = Problem(B=1, H=2, T=9, D=5, dtype="float64")
     inputs = build(problem, device)
     found = second_order(target, inputs)
@@ -120,7 +120,7 @@ def double_backward(target: Target, device: str) -> Verdict:
 @guarded
 def forward_mode(target: Target, device: str) -> Verdict:
     if not has_float64(device):
-        return Verdict(UNSEEN, detail="judged in float64, which the device does not have")
+        return NO_FLOAT64
     problem = Problem(B=1, H=2, T=9, D=5, dtype="float64", no_grad=True)
     inputs, clean = build(problem, device), build(problem, "cpu")
 

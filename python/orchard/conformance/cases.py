@@ -12,7 +12,7 @@ import dataclasses
 from typing import Callable, List, Optional, Tuple
 
 from . import behaviour
-from .judge import PASSES, Verdict, judge
+from .judge import NO_FLOAT64, PASSES, Verdict, judge
 from .problem import Problem, has_float64
 from .targets import Target
 
@@ -33,10 +33,11 @@ class Case:
     def run(self, target: Target, device: str = "cpu") -> Verdict:
         if self.check:
             return self.check(target, device)
-        verdict = Verdict(PASSES, 0.0)
-        for problem in self.problems:
-            if problem.dtype != "float64" or has_float64(device):
-                verdict = verdict.worse(judge(target, problem, device))
+        asked = [problem for problem in self.problems
+                 if problem.dtype != "float64" or has_float64(device)]
+        verdict = Verdict(PASSES, 0.0) if asked else NO_FLOAT64
+        for problem in asked:
+            verdict = verdict.worse(judge(target, problem, device))
         return verdict
 
 

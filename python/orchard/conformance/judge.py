@@ -47,6 +47,9 @@ class Verdict:
         return other if (other.bars or 0.0) > (self.bars or 0.0) else self
 
 
+NO_FLOAT64 = Verdict(UNSEEN, detail="judged in float64, which the device does not have")
+
+
 class Wrong(Exception):
     """An answer that no error bar is needed for: a wrong shape, a missing gradient."""
 
