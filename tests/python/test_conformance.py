@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -139,6 +140,16 @@ def test_shape_dtype_and_gradients_are_looked_at():
     }.items():
         verdict = judge(Target(name, function), Problem())
         assert verdict.outcome == "wrong" and name in verdict.detail, verdict
+
+
+def test_two_threads_at_once_have_the_threads_of_before(monkeypatch):
+    """While a target is called, the judge leaves the number of threads, the process's, alone."""
+    changed_in = set()
+    change = torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: (
+        changed_in.add(threading.current_thread() is threading.main_thread()), change(n)))
+    assert BY_NAME["two threads at once"].run(find("torch")).outcome == "passes"
+    assert changed_in == {True}
 
 
 def test_an_error_of_one_part_in_ten_thousand_is_seen():

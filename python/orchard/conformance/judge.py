@@ -54,8 +54,9 @@ class Wrong(Exception):
     """An answer that no error bar is needed for: a wrong shape, a missing gradient."""
 
 
-def judge(target: Callable, problem: Problem, device: str = "cpu") -> Verdict:
-    """One problem put to one target."""
+def judge(target: Callable, problem: Problem, device: str = "cpu",
+          reference: Optional[Reference] = None) -> Verdict:
+    """One problem put to one target; `reference` where it is known already."""
     inputs = build(problem, device)
     missing = [name for name in inputs.kwargs if not target.accepts(name)]
     if missing:
@@ -70,7 +71,7 @@ def judge(target: Callable, problem: Problem, device: str = "cpu") -> Verdict:
     changed = [name for name, x in before.items() if not same(x, tensors_of(inputs)[name])]
     if changed:
         return Verdict(WRONG, math.inf, f"the call changed its input {changed[0]}")
-    return compare(answers, references(problem, inputs))
+    return compare(answers, reference or references(problem, inputs))
 
 
 def raised(why: BaseException) -> Verdict:
