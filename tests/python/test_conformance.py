@@ -1,7 +1,7 @@
 """The conformance kit finds what is wrong and nothing else.
 
 Deliberately broken functions are each flagged in the row that stands for their fault; an honest one
-passes there; Orchard passes the whole kit, with the one limit that docs/numerics.md names.
+passes there; Orchard passes the whole kit.
 """
 
 import json
