@@ -34,6 +34,14 @@ def test_macos_runs_the_cpu_tests_and_says_when_there_is_no_gpu():
     assert "no Metal device" in absent
 
 
+def test_the_tests_wheel_has_a_build_folder_of_its_own():
+    """CMake keeps -Werror and the compiler: they would be those of the next `pip install .`."""
+    own, = re.findall(r'^build-dir = "build/(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    built, = re.findall(r'pip" wheel ((?:.*\\\n)*.*)', (ROOT / "tests/run").read_text())
+    folder, = re.findall(r"build-dir=\$build/([\w-]+)", built)
+    assert "ORCHARD_WERROR=ON" in built and folder != own
+
+
 def test_the_demo_ends_with_the_tiny_gpt():
     recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
     assert recipe.splitlines()[-1] == "\t@.venv/bin/python examples/tiny_gpt.py"
