@@ -42,6 +42,19 @@ def test_the_tests_wheel_has_a_build_folder_of_its_own():
     assert "ORCHARD_WERROR=ON" in built and folder != own
 
 
+def test_a_package_has_one_version_in_every_list():
+    pinned = {}
+    lists = ["bench/bench_requirements.txt", "tests/python/requirements.txt",
+             "tests/python_packages.txt", "tools/wheels_requirements.txt"]
+    for line in "".join((ROOT / file).read_text() for file in lists).splitlines():
+        if not line.startswith("#"):
+            name, version = line.split("==")
+            pinned.setdefault(name, []).append(version)
+    several = {name: versions for name, versions in pinned.items() if len(versions) > 1}
+    assert {"lief", "numpy", "scikit-build-core", "torch", "transformers", "ziglang"} <= set(several)
+    assert all(len(set(versions)) == 1 for versions in several.values()), several
+
+
 def test_the_demo_ends_with_the_tiny_gpt():
     recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
     assert recipe.splitlines()[-1] == "\t@.venv/bin/python examples/tiny_gpt.py"
