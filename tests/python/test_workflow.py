@@ -11,6 +11,11 @@ COMMANDS = {name: [step["run"] for step in job["steps"] if "run" in step]
             for name, job in JOBS.items()}
 
 
+def program(test):
+    """Its source."""
+    return next((ROOT / "src").glob(f"*/{test}.c"), ROOT / "tests" / f"{test}.c")
+
+
 def test_linux_runs_what_this_ci_runs():
     assert JOBS["linux"]["runs-on"].startswith("ubuntu-")
     assert COMMANDS["linux"] == [".ci/run"]
@@ -27,10 +32,15 @@ def test_macos_runs_the_cpu_tests_and_says_when_there_is_no_gpu():
     assert JOBS["macos"]["runs-on"].startswith("macos-")
     assert "tests/run release python" in COMMANDS["macos"]
     there, absent = COMMANDS["macos"][-1].split("else")
-    for command in ("orchard doctor", "orchard explain attention --backend metal",
-                    "tests/attention_test --backend metal",
-                    "tests/attention_storage_test --backend metal"):
+    for command in ("orchard doctor", "orchard explain attention --backend metal"):
         assert f"build/test-release/{command}" in there
+    tests = {program(name): name for name in
+             re.findall(r"build/test-release/tests/(\w+) --backend metal", there)}
+    assert {"attention_test", "attention_blind_test", "attention_far_test",
+            "attention_regression_test"} <= set(tests.values())
+    for source in tests:    # the stand-in is for Linux, and a test that needs it ends without it
+        assert not re.search("standin_use.h|device_fixture.h", source.read_text()), source
+    assert "-m orchard.conformance --isolate --device mps --target orchard" in there
     assert "no Metal device" in absent
 
 
@@ -83,4 +93,4 @@ def test_every_command_is_shell_and_is_there():
         for group in re.findall(r"tests/run (.*)", command):
             assert set(group.split()) <= set(groups[1].split(" | "))
         for test in re.findall(r"tests/(\w+_test) --backend", command):
-            assert list((ROOT / "src").glob(f"*/{test}.c")), test
+            assert program(test).exists(), test
