@@ -187,15 +187,76 @@ def test_sinks_without_keys(packed):
                                torch.full_like(sinks, 6.0))
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
-def test_nan_in_a_query_that_sees_nothing(options):
+# Row 2 sees nothing, and nobody sees key 3; there each of these may hold anything, also NaN: inputs
+# of backward, its cotangents (second derivatives), tangents.
+ROWS, KEYS = ("q", "dout", "dlse"), ("k", "v")
+
+
+def hide(way):
+    """(mask, bias) of 4 queries and 5 keys."""
     seen = torch.ones(4, 5, dtype=torch.bool)
-    seen[2] = False
-    results = []
-    for anything in (0.0, torch.nan):
-        torch.manual_seed(1)
-        q, k, v = (rand(1, 2, n, 3) for n in (4, 5, 5))
-        q[:, :, 2] = anything
-        x = [t.requires_grad_() for t in (q, k, v)]
-        results.append(second(lambda *y: attention(*y, seen, **options), *x))
-    close(*results)
+    seen[2], seen[:, 3] = False, False
+    bias = rand(4, 5)
+    if way == "bias":
+        return None, bias.masked_fill(~seen, -torch.inf)
+    return seen, bias
+
+
+def fill_hidden(name, tensor, value, bias):
+    if name in KEYS:
+        tensor[:, :, 3] = value
+    elif name in ROWS:
+        tensor[:, :, 2] = value
+    elif name == "bias" and not bias.isinf().any():
+        tensor[2], tensor[:, 3] = value, value
+    return tensor
+
+
+def differentiated(way, options, filled, value):
+    """Second derivatives, and tangents of backward, where some of `filled` hold the value."""
+    torch.manual_seed(1)
+    mask, bias = hide(way)
+    x = {"q": rand(1, 2, 4, 3), "k": rand(1, 2, 5, 3), "v": rand(1, 2, 5, 3), "bias": bias,
+         "sinks": rand(2), "dout": rand(1, 2, 4, 3), "dlse": rand(1, 2, 4)}
+    changes = {name: torch.randn_like(t) for name, t in x.items()}
+    for name in x:
+        if name in filled:
+            fill_hidden(name, x[name], value, bias)
+        if "d " + name in filled:
+            fill_hidden(name, changes[name], value, torch.zeros(()))
+
+    def backward(*given):
+        q, k, v, bias, sinks, dout, dlse = given
+        torch.manual_seed(2)
+        results = attention(q, k, v, mask, bias=bias, sinks=sinks, return_lse=True, **options)
+        return torch.autograd.grad(results, (q, k, v, bias, sinks), (dout, dlse),
+                                   create_graph=True)
+
+    def tangent(*given):
+        _, pull = torch.func.vjp(lambda *y: attention(
+            *y[:3], mask, bias=y[3], sinks=y[4], return_lse=True, **options), *given[:5])
+        return pull(given[5:])
+
+    leaves = [t.requires_grad_() for t in x.values()]
+    first = backward(*leaves)
+    more = torch.autograd.grad(first, leaves, [changes[n] for n in list(x)[:5]])
+    torch.manual_seed(2)
+    moved = torch.func.jvp(tangent, tuple(t.detach() for t in leaves), tuple(changes.values()))
+    return {**{"d" + n: t.detach() for n, t in zip(x, first)},
+            **{"second by " + n: t for n, t in zip(x, more)},
+            **{"tangent of d" + n: t for n, t in zip(x, moved[1])}}
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"dropout_p": 0.4}], ids=str)
+@pytest.mark.parametrize("way", ["mask", "bias"])
+def test_nan_where_nothing_is_seen(way, options):
+    clean = differentiated(way, options, (), 0.0)
+    assert all(t.isfinite().all() and t.any() for t in clean.values())
+    for name in ("q", "k", "v", "bias", "dout", "dlse"):
+        for filled in (name, "d " + name):
+            found = differentiated(way, options, (filled,), torch.nan)
+            if filled == "dlse":  # of which dsinks is a sum: the row's lse is the sink
+                assert found["dsinks"].isnan().all()
+            for what, expected in clean.items():
+                if not (name == "dlse" and "sinks" in what):
+                    assert torch.equal(found[what], expected), (filled, what)

@@ -195,6 +195,8 @@ class Laid(NamedTuple):
     v: torch.Tensor
     bias: Maybe
     sinks: Maybe
+    shown: torch.Tensor           # bool, broadcasts to [B,H,T,S]: the pairs that count
+    blind: torch.Tensor           # bool, to [B,H,T,1]: queries that see no key, and hold anything
 
     def repeated(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """k and v with as many heads as q."""
@@ -207,14 +209,6 @@ class Laid(NamedTuple):
     def group(self) -> int:
         """How many heads of q share one of k."""
         return self.q.shape[1] // max(self.k.shape[1], 1)  # there may be none of either
-
-    def shown(self) -> torch.Tensor:
-        """bool, broadcasts to [B,H,T,S]: the pairs that count."""
-        return not_left_out(self.scene.seen, self.bias)
-
-    def blind(self) -> torch.Tensor:
-        """bool, broadcasts to [B,H,T,1]: the queries that see no key; they may hold anything."""
-        return ~self.shown().any(-1, keepdim=True)
 
 
 def no_autocast(operand: torch.Tensor) -> ContextManager:
@@ -244,9 +238,11 @@ def _lay(tensors, options: Options, q, k, v, bias, sinks) -> Laid:
         lengths_t, lengths_s = packing_t.lengths, packing_s.lengths
     q, k, v = (_wide(x, dtype, p) for x, p in ((q, packing_t), (k, packing_s), (v, packing_s)))
     scene = _scene(q, k, tensors, lengths_t, lengths_s, options, dtype)
-    laid = Laid(scene, packing_t, packing_s, q, k, v, _wide(bias, dtype), _wide(sinks, dtype))
-    k, v = hide(laid.shown(), k, v)
-    return laid._replace(q=torch.where(laid.blind(), 0, q), k=k, v=v)
+    bias = _wide(bias, dtype)
+    shown = not_left_out(scene.seen, bias)
+    blind = ~shown.any(-1, keepdim=True)
+    return Laid(scene, packing_t, packing_s, torch.where(blind, 0, q), *hide(shown, k, v), bias,
+                _wide(sinks, dtype), shown, blind)
 
 
 class Softmax(NamedTuple):
@@ -268,7 +264,7 @@ def _softmax(laid: Laid, k: torch.Tensor) -> Softmax:
         score = score - scene.penalty
     if laid.bias is not None:
         score = score + laid.bias
-    score = score.masked_fill(~scene.seen, float("-inf"))
+    score = score.masked_fill(~laid.shown, float("-inf"))  # and no gradient passes there
     top = (score.detach().amax(-1, keepdim=True) if score.shape[-1]
            else score.new_full((*score.shape[:-1], 1), float("-inf")))
     if sinks is not None:
@@ -295,6 +291,7 @@ def forward(tensors: Sequence[Maybe], options: Sequence) -> Tuple[torch.Tensor, 
         made = _softmax(laid, k)
         factor = laid.scene.factor
         out, lse = (made.weight if factor is None else made.weight * factor) @ v, made.lse
+        out = torch.where(laid.blind, 0, out)  # whatever its gradient is
         if laid.packing_t is not None:
             out, lse = laid.packing_t.pack(out), laid.packing_t.pack(lse)
         return out.to(q.dtype), lse
@@ -307,23 +304,24 @@ def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, 
     q = tensors[0]
     with no_autocast(q):
         laid = _lay(tensors, Options(*options), *tensors[:4], tensors[6])
-        scene, dtype, shown = laid.scene, laid.q.dtype, laid.shown()
+        scene, dtype = laid.scene, laid.q.dtype
         k, v = laid.repeated()
         weight, slope, sink, _ = _softmax(laid, k)
         dq, dbias, dsinks = (_wide(x, dtype, packing) for x, packing in (
             (dq, laid.packing_t), (dbias, None), (dsinks, None)))
-        dk, dv = (x if x is None else laid.repeat(hide(shown, _wide(x, dtype, laid.packing_s))[0])
+        dk, dv = (x if x is None else
+                  laid.repeat(hide(laid.shown, _wide(x, dtype, laid.packing_s))[0])
                   for x in (dk, dv))
         # Not laid.q.new_zeros(()), to which nothing can be added where vmap has no samples.
         dproduct = torch.zeros((), dtype=dtype, device=q.device)
         if dq is not None:
-            dproduct = dproduct + dq @ k.mT
+            dproduct = dproduct + torch.where(laid.blind, 0, dq) @ k.mT
         if dk is not None:
             dproduct = dproduct + laid.q @ dk.mT
         dscore = scene.scale * dproduct * slope
         if dbias is not None:
             dscore = dscore + dbias
-        dscore = torch.where(shown, dscore, 0.0)  # a hidden pair's may be NaN
+        dscore = torch.where(laid.shown, dscore, 0.0)  # a hidden pair's may be NaN
         dlse = (weight * dscore).sum(-1, keepdim=True)
         if dsinks is not None:
             dlse = dlse + sink * dsinks.view(-1, 1, 1)
@@ -333,6 +331,7 @@ def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, 
         dout, dlse = dweight @ v, dlse.squeeze(-1)
         if dv is not None:
             dout = dout + weight @ dv
+        dout = torch.where(laid.blind, 0, dout)
         if laid.packing_t is not None:
             dout, dlse = laid.packing_t.pack(dout), laid.packing_t.pack(dlse)
         return dout.to(q.dtype), dlse
@@ -357,10 +356,10 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     laid = _lay(tensors, Options(*options), q, k, v, bias, sinks)
     scene = laid.scene
     dout, dlse = (_wide(x, laid.q.dtype, laid.packing_t) for x in (dout, dlse))
-    dout = torch.where(laid.blind(), 0, dout)
+    shown_dout = torch.where(laid.blind, 0, dout)
     k_, v_ = laid.repeated()
     weight, slope, sink, own = _softmax(laid, k_)
-    inner = dout @ v_.mT
+    inner = shown_dout @ v_.mT
     if scene.factor is not None:
         inner = inner * scene.factor
     delta = (weight * inner).sum(-1, keepdim=True)
@@ -372,14 +371,17 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     kept = weight if scene.factor is None else weight * scene.factor
     if dlse is not None:
         delta = delta - dlse[..., None]
-    dscore = weight * (inner - delta)
+    dscore = weight * (inner - torch.where(laid.blind, 0, delta))
     dproduct = scene.scale * dscore * slope
-    dq, dk, dv = dproduct @ k_, dproduct.mT @ laid.q, kept.mT @ dout
+    # What is 0 whatever the inputs are passes no gradient on: it might be NaN.
+    dq = torch.where(laid.blind, 0, dproduct @ k_)
     dk, dv = (x.view(x.shape[0], laid.k.shape[1], laid.group(), *x.shape[2:]).sum(2)
-              for x in (dk, dv))
+              for x in hide(laid.shown, dproduct.mT @ laid.q, kept.mT @ shown_dout))
     if laid.packing_t is not None:
         dq, dk, dv = laid.packing_t.pack(dq), laid.packing_s.pack(dk), laid.packing_s.pack(dv)
-    dbias = None if bias is None else dscore.sum_to_size(bias.shape).to(bias.dtype)
+    dbias = None
+    if bias is not None:
+        dbias = torch.where(laid.shown, dscore, 0).sum_to_size(bias.shape).to(bias.dtype)
     dsinks = None if sinks is None else -(sink * delta).sum((0, 2, 3)).to(sinks.dtype)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dbias, dsinks
 
