@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
+from orchard.torch import explicit
 from orchard.torch import scaled_dot_product_attention as attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -185,6 +186,30 @@ def test_sinks_without_keys(packed):
     torch.testing.assert_close(first, 6 * sinks)
     torch.testing.assert_close(torch.autograd.grad(first.sum(), sinks)[0],
                                torch.full_like(sinks, 6.0))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_a_sink_that_takes_everything(dropout):
+    """out 0, lse the sink, which alone has a gradient, the sum of dlse; in every order."""
+    x = [rand(1, 2, 3, 4).requires_grad_() for _ in range(3)]
+    sinks = torch.tensor([torch.inf, 0.3], dtype=torch.float64, requires_grad=True)
+    x, dout, dlse = [*x, sinks], rand(1, 2, 3, 4), rand(1, 2, 3).requires_grad_()
+    torch.manual_seed(3)
+    seed = torch.randint(2 ** 63 - 1, ())
+    torch.manual_seed(3)
+    made = [attention(*x[:3], sinks=sinks, return_lse=True, dropout_p=dropout),
+            explicit.forward((*x[:3], None, None, None, sinks, None, None, None, seed),
+                             (0, 0, None, False, False, -1, -1, 0.0, dropout))]
+    for out, lse in made:
+        assert not out[0, 0].any() and torch.equal(lse[0, 0], sinks[:1].expand(3))
+        torch.testing.assert_close(out, made[0][0])
+        first = torch.autograd.grad((out, lse), x, (dout, dlse), create_graph=True)
+        assert all(not dx[0, 0].any() and dx[0, 1].all() for dx in first[:3])
+        torch.testing.assert_close(first[3][0], dlse[0, 0].sum())
+        *more, by_dlse = torch.autograd.grad(first, (*x, dlse), [torch.ones_like(t) for t in x])
+        assert all(not dx[0, 0].any() and dx[0, 1].all() for dx in more[:3])
+        assert more[3][0] == 0 and more[3][1].isfinite()
+        torch.testing.assert_close(by_dlse[0, 0], torch.ones_like(by_dlse[0, 0]))
 
 
 # Row 2 sees nothing, and nobody sees key 3; there each of these may hold anything, also NaN: inputs

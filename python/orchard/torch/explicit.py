@@ -267,14 +267,16 @@ def _softmax(laid: Laid, k: torch.Tensor) -> Softmax:
     score = score.masked_fill(~laid.shown, float("-inf"))  # and no gradient passes there
     top = (score.detach().amax(-1, keepdim=True) if score.shape[-1]
            else score.new_full((*score.shape[:-1], 1), float("-inf")))
-    if sinks is not None:
-        top = torch.maximum(top, sinks.detach().view(-1, 1, 1))
-    top = torch.where(top.isinf(), 0.0, top)
-    weight = torch.exp(score - top)
-    total = weight.sum(-1, keepdim=True)
     share = None
     if sinks is not None:
-        share = torch.exp(sinks.view(-1, 1, 1) - top)
+        sinks = sinks.view(-1, 1, 1)
+        whole = sinks == float("inf")  # it takes all: lse is the sink, and moves with it
+        top = torch.where(whole, sinks, torch.maximum(top, sinks.detach()))
+    top = torch.where(top == float("-inf"), 0.0, top)
+    weight = torch.exp(score - top)
+    total = weight.sum(-1, keepdim=True)
+    if sinks is not None:
+        share = torch.exp(torch.where(whole, 0.0, sinks - top))
         total = total + share
     blind = total == 0
     total = torch.where(blind, 1.0, total)  # a query without keys: all 0, not NaN
