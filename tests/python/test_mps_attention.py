@@ -242,6 +242,34 @@ def test_a_refused_backward_of_a_part_of_the_keys():
             torch.testing.assert_close(have.cpu(), want)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0], dtype=torch.float64)],
+                         ids=["", "sinks"])
+def test_a_refused_backward_of_rows_that_see_nothing(sinks):
+    """Row 0 here, but not of the larger softmax; rows 2 (lse -inf) and 3 (+inf) the other way
+    round: they hold what would spread."""
+    torch.manual_seed(5)
+    q, k, v, dout = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (5, 6, 6, 5))
+    mask = torch.rand(1, 1, 5, 6) < 0.8
+    mask[:, :, 0] = False
+    op, dlse = torch.ops.orchard, torch.randn(1, 2, 5, dtype=torch.float64)
+    rest = None, mask, None, sinks, *without_options(None, False)[4:]
+    out, lse = op.attention_forward(q, k, v, *rest)
+    out[:, :, 0, 3], lse[:, :, 0] = 0.75, 1.0
+    if sinks is not None:  # out is 0 there
+        dout[:, :, 0, 4] = torch.nan
+    lse[:, :, 2], lse[:, :, 3] = -torch.inf, torch.inf
+    for x in (q, dout, dlse, out):
+        x[:, :, 2] = torch.nan
+    tensors = dout, dlse, out, lse, q, k, v, *rest[:4]
+    needs = DQ | DK | DV | (0 if sinks is None else DSINKS)
+    exact = op.attention_backward(needs, *tensors, *rest[4:])
+    assert all(x.isfinite().all() for x in exact)
+    found = op.attention_backward(needs, *(x if x is None else fake_mps.tensor(x.clone())
+                                           for x in tensors), *rest[4:])
+    for want, have in zip(exact, found):
+        torch.testing.assert_close(have.cpu(), want)
+
+
 # ---- orchard.enable() ----------------------------------------------------------------------------
 
 @pytest.fixture

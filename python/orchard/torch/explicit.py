@@ -341,12 +341,13 @@ def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, 
 
 def _of_larger(laid: Laid, own: torch.Tensor, lse: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     """(larger, share), [B,H,T,1]: whether a row's lse is that of a softmax over more keys than
-    there are here (ring attention), and what part of it the keys here are."""
-    rounding = 4 * torch.finfo(lse.dtype).eps * lse.abs()
+    there are here (ring attention), and what part of it the keys here are; none if lse is -inf."""
+    rounding = 4 * torch.finfo(lse.dtype).eps * torch.minimum(lse.abs(), own.abs())
     same = (lse == own) | ((lse - own).abs() <= rounding)
     if laid.packing_t is not None:
         same = same | ~laid.packing_t.valid[:, None, :]
-    return ~same[..., None], torch.where(same, 1.0, torch.exp(own - lse))[..., None]
+    part = torch.where(lse == float("-inf"), 0.0, torch.exp(own - lse))
+    return ~same[..., None], torch.where(same, 1.0, part)[..., None]
 
 
 def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, dlse: Maybe,
@@ -357,7 +358,11 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     those of a larger softmax; without it they are made of the inputs."""
     laid = _lay(tensors, Options(*options), q, k, v, bias, sinks)
     scene = laid.scene
-    dout, dlse = (_wide(x, laid.q.dtype, laid.packing_t) for x in (dout, dlse))
+    out, lse = known or (None, None)
+    dout, dlse, out, lse = (_wide(x, laid.q.dtype, laid.packing_t) for x in (dout, dlse, out, lse))
+    if lse is not None:  # of -inf: the larger softmax saw nothing
+        blind = laid.blind | (lse == float("-inf"))[..., None]
+        laid = laid._replace(q=torch.where(blind, 0, laid.q), blind=blind)
     shown_dout = torch.where(laid.blind, 0, dout)
     k_, v_ = laid.repeated()
     weight, slope, sink, own = _softmax(laid, k_)
@@ -365,10 +370,10 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     if scene.factor is not None:
         inner = inner * scene.factor
     delta = (weight * inner).sum(-1, keepdim=True)
-    if known is not None:
-        out, lse = (_wide(x, laid.q.dtype, laid.packing_t) for x in known)
+    if lse is not None:
         larger, share = _of_larger(laid, own, lse)
-        delta = torch.where(larger, (dout * out).sum(-1, keepdim=True), delta)
+        product = torch.where(laid.blind & (out == 0), 0, dout * out)
+        delta = torch.where(larger, product.sum(-1, keepdim=True), delta)
         weight, sink = weight * share, sink if sink is None else sink * share
     kept = weight if scene.factor is None else weight * scene.factor
     if dlse is not None:
@@ -384,7 +389,9 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     dbias = None
     if bias is not None:
         dbias = torch.where(laid.shown, dscore, 0).sum_to_size(bias.shape).to(bias.dtype)
-    dsinks = None if sinks is None else -(sink * delta).sum((0, 2, 3)).to(sinks.dtype)
+    dsinks = None
+    if sinks is not None:
+        dsinks = -(sink * torch.where(sink == 0, 0, delta)).sum((0, 2, 3)).to(sinks.dtype)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dbias, dsinks
 
 
