@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch.utils import checkpoint as ckpt
 from torch.utils.flop_counter import FlopCounterMode
 
+from orchard import ShapeError
 from orchard.torch import ops
 from orchard.torch import scaled_dot_product_attention as attention
+from orchard.torch.operands import without_options
 
 
 def rand(*shape, grad=False):
@@ -104,6 +106,52 @@ def test_vmap_of_no_samples_one_by_one():
     lengths = torch.ones(0, 2, dtype=torch.int32)
     out = torch.vmap(lambda m, n: attention(q, q, q, m, key_lengths=n))(mask, lengths)
     assert out.shape == (0, 2, 4, 5, 6)
+
+
+RAISED = RuntimeError, ShapeError  # by kernel.c, or by the kernel in Python
+
+
+@pytest.mark.parametrize("samples", [(4, 5, 6), (5, 6), (1, 2, 4, 5, 6), (3, 4, 5, 6)], ids=str)
+@pytest.mark.parametrize("wrong", ["q", "k", "bias", "key_lengths", "dout"])
+def test_samples_of_a_wrong_shape_are_as_wrong_as_without_vmap(wrong, samples):
+    """The ops' own callers: nothing is repeated, and nothing becomes a batch that is none."""
+    right = rand(2, 4, 5, 6)
+    given = {"q": right, "k": right, "bias": rand(2, 4, 5, 5), "key_lengths": torch.tensor([3, 5]),
+             "dout": right}
+    if wrong == "key_lengths":
+        given[wrong] = torch.ones(samples[:1 if len(samples) == 4 else 2], dtype=torch.int64)
+    else:
+        given[wrong] = rand(*samples[:-1], 5) if wrong == "bias" else rand(*samples)
+
+    def call(q, k, bias, key_lengths, dout):
+        rest = bias, None, None, None, key_lengths, *without_options(None, False)[5:]
+        if wrong != "dout":
+            return ops.forward(q, k, right, *rest)
+        return ops.backward(7, dout, None, right, right[..., 0], q, k, right, *rest)
+
+    with pytest.raises(RAISED) as alone:
+        call(**given)
+    for mapped in (wrong, "q"):
+        args = [x.expand(N, *x.shape) if name in (wrong, mapped) else x
+                for name, x in given.items()]
+        dims = tuple(0 if name in (wrong, mapped) else None for name in given)
+        with pytest.raises(RAISED) as found:
+            torch.vmap(call, dims)(*args)
+        assert str(found.value) == str(alone.value)
+
+
+def test_the_gradient_of_a_repeated_bias_under_vmap():
+    """It has the bias's batch of one, also where q's batch is none: autograd would hide it."""
+    for batch in (0, 1, 2):
+        q, lse, bias = rand(N, batch, 4, 5, 6), rand(N, batch, 4, 5), rand(N, 1, 4, 5, 5)
+
+        def gradient(x, y, b):
+            return ops.backward(8, x, None, x, y, x, x, x, b, *without_options(None, False)[1:])[3]
+
+        for dim, b in ((0, bias), (None, bias[0])):
+            found = torch.vmap(gradient, (0, 0, dim))(q, lse, b)
+            torch.testing.assert_close(found, by_loop(gradient, (0, 0, dim), (q, lse, b)))
+            assert found.shape == bias.shape
 
 
 def test_grad_of_vmap_and_nested_vmap():

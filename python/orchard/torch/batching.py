@@ -14,6 +14,12 @@ from .outputs import DBIAS, DSINKS
 
 SINKS, CU_SEQLENS, SEED, DROPOUT = 6, 8, 10, 19  # places among the arguments of ops.ATTENTION
 
+# The operands with a batch, first in each sample, and their ranks; those of which 1 element may
+# serve the whole batch.
+RANKS = {0: 4, 1: 4, 2: 4, 3: 4, 4: 4, 5: 2, 7: 1}
+OWN_RANKS = (4, 3, 4, 3)  # backward's own: dout, dlse, out, lse
+MAY_REPEAT = (3, 4)
+
 
 def one_by_one(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     """vmap's rule for any call: its results stacked."""
@@ -26,6 +32,21 @@ def one_by_one(call: Callable, count: int, in_dims: Sequence, args: Sequence):
         return tuple(x[None][:0] for x in made), (0,) * len(made)
     samples = [call(*sample(i)) for i in range(count)]
     return tuple(torch.stack(column) for column in zip(*samples)), (0,) * len(samples[0])
+
+
+def _sample_shape(tensor: torch.Tensor, dim: Optional[int]) -> Sequence[int]:
+    return tensor.shape if dim is None else tensor.movedim(dim, 0).shape[1:]
+
+
+def _fits(batch: int, tensor: Optional[torch.Tensor], dim: Optional[int], rank: int,
+          may_repeat: bool) -> bool:
+    """Whether each sample has the batch that it should have; the C library says it if not."""
+    if tensor is None:
+        return True
+    shape = _sample_shape(tensor, dim)
+    if rank == 2 and len(shape) == 1:  # slopes [H]
+        return True
+    return len(shape) == rank and (shape[0] == batch or (may_repeat and shape[0] == 1))
 
 
 def _fold(count: int, batch: int, tensor: Optional[torch.Tensor], dim: Optional[int],
@@ -47,25 +68,28 @@ def _fold(count: int, batch: int, tensor: Optional[torch.Tensor], dim: Optional[
 def _fold_attention(count: int, in_dims: Sequence, args: Sequence,
                     split_bias: bool) -> Tuple[List, int]:
     """The arguments for count * batch elements at once, and batch."""
-    q, q_dim = args[0], in_dims[0]
-    batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
-    ranks = (4, 4, 4, 4, 4, 2, None, 1)
+    batch = _sample_shape(args[0], in_dims[0])[0]
     folded = list(args)
-    for i, rank in enumerate(ranks):
-        if rank is not None:
-            split = i < 3 or (i == 3 and split_bias) or rank < 4  # which nothing else repeats
-            folded[i] = _fold(count, batch, args[i], in_dims[i], rank, split)
+    for i, rank in RANKS.items():
+        split = i not in MAY_REPEAT or (i == 3 and split_bias)  # which nothing else repeats
+        folded[i] = _fold(count, batch, args[i], in_dims[i], rank, split)
     if in_dims[SEED] is not None:  # batch elements differ already
         folded[SEED] = args[SEED].select(in_dims[SEED], 0)
     return folded, batch
 
 
-def _unfoldable(in_dims: Sequence, args: Sequence) -> bool:
-    """Forward and backward must say the same where there is dropout: of samples one by one it is
-    another than of a batch. So sinks count there even if all share them: each sample may want its
-    own gradient."""
-    return (in_dims[SINKS] is not None or args[CU_SEQLENS] is not None
-            or (args[DROPOUT] > 0 and (in_dims[SEED] is None or args[SINKS] is not None)))
+def _unfoldable(in_dims: Sequence, args: Sequence, own_dims: Sequence = (),
+                own: Sequence = ()) -> bool:
+    """Whether the samples cannot be one batch. `own`: backward's own operands. Forward and backward
+    must say the same where there is dropout: of samples one by one it is another than of a batch.
+    So sinks count there even if all share them: each sample may want its own gradient."""
+    if (in_dims[SINKS] is not None or args[CU_SEQLENS] is not None
+            or (args[DROPOUT] > 0 and (in_dims[SEED] is None or args[SINKS] is not None))):
+        return True
+    shape = _sample_shape(args[0], in_dims[0])
+    operands = [(args[i], in_dims[i], rank, i in MAY_REPEAT) for i, rank in RANKS.items()]
+    operands += [(x, dim, rank, False) for x, dim, rank in zip(own, own_dims, OWN_RANKS)]
+    return not shape or not all(_fits(shape[0], *operand) for operand in operands)
 
 
 def map_forward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
@@ -80,19 +104,16 @@ def map_forward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
 def map_backward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     """vmap's rule for a call with the arguments of attention_backward."""
     needs, own, rest = args[0], args[1:5], args[5:]
-    if not count or _unfoldable(in_dims[5:], rest) or needs & DSINKS:
+    if not count or _unfoldable(in_dims[5:], rest, in_dims[1:5], own) or needs & DSINKS:
         return one_by_one(call, count, in_dims, args)
     folded, batch = _fold_attention(count, in_dims[5:], rest, True)
-    ranks = (4, 3, 4, 3)
-    own = [_fold(count, batch, x, d, r, True) for x, d, r in zip(own, in_dims[1:5], ranks)]
+    own = [_fold(count, batch, x, d, r, True) for x, d, r in zip(own, in_dims[1:5], OWN_RANKS)]
     made = list(call(needs, *own, *folded))
     for i, gradient in enumerate(made):
         if needs >> i & 1:
             made[i] = gradient.unflatten(0, (count, batch))
-    bias, dim = rest[3], in_dims[5 + 3]
-    if needs & DBIAS and batch > 1:
-        if (bias if dim is None else bias.movedim(dim, 0)[0]).shape[0] == 1:
-            made[3] = made[3].sum(1, keepdim=True)
+    if needs & DBIAS and batch != 1 and _sample_shape(rest[3], in_dims[5 + 3])[0] == 1:
+        made[3] = made[3].sum(1, keepdim=True)
     dims = tuple(0 if needs >> i & 1 else None for i in range(5))
     return tuple(made), dims
 
