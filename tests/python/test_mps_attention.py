@@ -242,6 +242,18 @@ def test_a_refused_backward_of_a_part_of_the_keys():
             torch.testing.assert_close(have.cpu(), want)
 
 
+def test_the_seed_of_a_refused_call_may_lie_anywhere():
+    torch.manual_seed(6)
+    q, seed = fake_mps.tensor(torch.randn(1, 2, 5, 8, dtype=torch.float64)), torch.tensor(2 ** 40 + 3)
+    op, needs, results = torch.ops.orchard, DQ | DK | DV, []
+    for place in (seed, fake_mps.tensor(seed)):
+        rest = without_options(None, False, place, 0.4)
+        out, lse = op.attention_forward(q, q, q, *rest)
+        results.append((out, lse, *op.attention_backward(needs, q, None, out, lse, q, q, q, *rest)))
+    for a, b in zip(*results):
+        assert torch.equal(a.cpu(), b.cpu())
+
+
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0], dtype=torch.float64)],
                          ids=["", "sinks"])
 def test_a_refused_backward_of_rows_that_see_nothing(sinks):

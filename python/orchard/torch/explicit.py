@@ -62,7 +62,7 @@ def keep(seed: torch.Tensor, dropout: float, batch: int, heads: int, length_t: i
     exact in every operation."""
     rows = torch.arange(batch * heads, device="cpu").view(batch, heads, 1, 1)
     queries = torch.arange(length_t, device="cpu").view(-1, 1)
-    words = philox(seed, rows, queries, torch.arange(length_s, device="cpu"))
+    words = philox(seed.cpu(), rows, queries, torch.arange(length_s, device="cpu"))
     return words >= int(dropout * 2.0 ** 32 + 0.5)
 
 
