@@ -3,6 +3,7 @@ each text is compiled once, and what it refuses. The values are in test_mps_valu
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from typing import Dict, Optional
 
@@ -336,10 +337,16 @@ def test_a_backward_looks_at_lengths_that_no_forward_has_seen(launcher):
     cu = [fake_mps.tensor(torch.tensor(n)) for n in ([0, 5, 13], [0, 14, 13], [0, 8, 13])]
     with pytest.raises(ValueError, match="cu_seqlens_k.1. is 14"):
         backward(cu[0], cu[1])
+    cu[2][1] = 8  # as it was: a first write
     torch.ops.orchard.attention_forward(q, k, v, *(None,) * 5, cu[0], cu[2], None, 8, 8, *rest[2:])
     backward(cu[0], cu[2])
     with pytest.raises(ValueError, match="max_t says 7"):  # seen, but for other limits
         backward(cu[0], cu[2], longest=7)
+    again = copy.deepcopy(cu[2])
+    again[1] = 20
+    assert again._version == cu[2]._version
+    with pytest.raises(ValueError, match="cu_seqlens_k.1. is 20"):  # a copy, which nobody has seen
+        backward(cu[0], again)
     cu[2][1] = 20
     with pytest.raises(ValueError, match="cu_seqlens_k.1. is 20"):  # written to since
         backward(cu[0], cu[2])

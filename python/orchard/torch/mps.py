@@ -406,9 +406,11 @@ def backward_operands(needs: int, inputs: Operands, dout: torch.Tensor,
 
 
 def _limits(name: str, inputs: Operands, options: Options) -> tuple:
-    """What lengths were right for, and that nobody has written to them since."""
-    return (name, inputs[name]._version, inputs["q"].shape, inputs["k"].shape, options.get("max_t"),
-            options.get("max_s"))
+    """What lengths were right for, and that nobody has written to them since; whose they are, for
+    a deep copy has its original's, and counts its versions from 0."""
+    lengths = inputs[name]
+    return (name, id(lengths), lengths._version, inputs["q"].shape, inputs["k"].shape,
+            options.get("max_t"), options.get("max_s"))
 
 
 def _given_lengths(inputs: Operands) -> List[str]:
