@@ -248,12 +248,6 @@ def test_a_gpu_without_matrices(launcher, monkeypatch):
         torch.testing.assert_close(leaf.grad.cpu(), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_pytorch_without_compile_shader():
-    old = Launcher(mps=object())
-    assert "needs 2.7" in old.supported("attention_forward", operands_of())
-    assert counted(old)[0][2] == 1
-
-
 @pytest.mark.parametrize("value, fast", [("1", True), ("", True), ("0", False)])
 def test_kernels_are_not_compiled_with_fast_math(value, fast, monkeypatch):
     monkeypatch.setenv("PYTORCH_MPS_FAST_MATH", value)

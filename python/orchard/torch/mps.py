@@ -11,7 +11,7 @@ PyTorch's own operations use, so their order is PyTorch's, nothing waits, and no
 `forward` and `backward` do what `orchard::attention_*` do, or raise `Refused`; `report()` tells
 what became of the calls so far (a part of `orchard.report()`).
 
-What compile_shader promises, and what is made of it (torch 2.7 and later):
+What compile_shader promises, and what is made of it:
 - argument i is buffer i; a tensor binds the MTLBuffer of its storage, private or shared, at the
   byte where the tensor starts. So views cost nothing, and the starts in the plan's list of ints
   stay 0. Strides are not passed: they are in that list.
@@ -49,7 +49,6 @@ LENGTHS = ("key_lengths", "cu_seqlens_q", "cu_seqlens_k")
 
 NOT_COMPILED = "the device's compiler refused a kernel"  # as the C library says it
 FAST_MATH = "PYTORCH_MPS_FAST_MATH would let kernels lose infinities, NaN and precision"
-NO_COMPILER = "this PyTorch cannot compile shaders: torch.mps.compile_shader needs 2.7"
 
 # Does this GPU have 8x8 matrices, and how wide is a SIMD group? Asked by compiling, not by name.
 _PROBE = """#include <metal_stdlib>
@@ -129,17 +128,15 @@ class Launcher:
     # ---- The device ------------------------------------------------------------------------------
 
     def device(self) -> Union[_launch.DeviceInfo, str]:
-        """What plans are made for, or why nothing compiles here. Every GPU that torch >= 2.7 runs
-        on is Apple's own: 32 KiB of threadgroup memory and 1024 threads are sure, the rest is asked
-        for."""
+        """What plans are made for, or why nothing compiles here. Every GPU that torch runs on is
+        Apple's own: 32 KiB of threadgroup memory and 1024 threads are sure, the rest is asked for.
+        """
         with self._lock.here():
             if self._device is None:
                 self._device = self._ask_device()
             return self._device
 
     def _ask_device(self) -> Union[_launch.DeviceInfo, str]:
-        if not hasattr(self._mps, "compile_shader"):
-            return NO_COMPILER
         if os.environ.get("PYTORCH_MPS_FAST_MATH", "0") != "0":  # as torch asks, once
             return FAST_MATH
         for matrix, statements in ((1, _MATRIX), (0, "")):
