@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils import checkpoint as ckpt
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import (FlopCounterMode, sdpa_backward_flop_count,
+                                      sdpa_flop_count)
 
 from orchard import ShapeError
 from orchard.torch import ops
@@ -276,17 +277,27 @@ def test_export():
     assert torch.equal(program.module()(*longer), Model()(*longer))
 
 
-def test_flops_are_torchs():
-    q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
-    counts = []
-    for function in (attention, F.scaled_dot_product_attention):
-        with FlopCounterMode(display=False) as counter, \
-                torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-            function(q, k, v).sum().backward()
-        counts.append(counter.get_total_flops())
-    pair = 2 * 2 * 4 * 16 * 16 * 8  # multiply and add, of one product
-    assert counts[0] == 2 * pair + 5 * pair
-    assert counts[1] in (0, counts[0])  # 0: torch does not count its CPU kernel
+PACKED = {"cu_seqlens_q": torch.tensor([0, 5, 16]), "cu_seqlens_k": torch.tensor([0, 9, 20]),
+          "max_seqlen_q": 11, "max_seqlen_k": 11}
+
+
+@pytest.mark.parametrize("heads, options", [
+    (4, {}), (2, {"enable_gqa": True}), (4, {"is_causal": True}), (4, {"softcap": 2.0}),
+    (2, {"enable_gqa": True, **PACKED})], ids=["plain", "gqa", "causal", "softcap", "packed"])
+def test_flops_are_torchs(heads, options):
+    """Packed sequences count as a single one: the counter is told shapes alone."""
+    shapes = (2, 4, 16, 8), (2, 4, 20, 8), (2, 4, 20, 6)  # E is not D; older torch knows no groups
+    q, k, v = (torch.randn(2, h, *shape[2:]) for h, shape in zip((4, heads, heads), shapes))
+    if "cu_seqlens_q" in options:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        shapes = [(1, *shape[1:]) for shape in shapes]
+    with FlopCounterMode(display=False) as counter:
+        out = attention(*(x.requires_grad_() for x in (q, k, v)), **options)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    assert forward == sdpa_flop_count(*shapes)
+    backward = sdpa_backward_flop_count((*shapes[0][:3], 6), *shapes)
+    assert counter.get_total_flops() == forward + backward
 
 
 def test_partial_gradients():
