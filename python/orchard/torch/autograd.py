@@ -231,7 +231,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         dout, dlse, *tensors = ctx.saved_tensors
-        found = explicit.backward(ctx.needs, cotangents, dout, dlse, tensors, ctx.options)
+        found = explicit.second_order(ctx.needs, cotangents, dout, dlse, tensors, ctx.options)
         ddout, ddlse, dq, dk, dv, dbias, dsinks = found
         return (None, ddout, ddlse, None, None, dq, dk, dv, dbias, None, None, dsinks,
                 *[None] * (TENSORS - 7 + len(ctx.options)))

@@ -9,6 +9,7 @@ sums are in fp32 (fp64 for fp64), as in the kernels. Packed sequences are padded
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import reduce
 from typing import Callable, ContextManager, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
@@ -144,6 +145,29 @@ class Scene(NamedTuple):
     softcap: float
 
 
+def visible(length_t: int, length_s: int, device: torch.device, causal: bool, bottom_right: bool,
+            window_left: int, window_right: int, lengths_t: Maybe, lengths_s: Maybe
+            ) -> Tuple[Maybe, torch.Tensor, torch.Tensor]:
+    """(seen, at, keys): bool, which keys causal, window and lengths let a query see (None: all),
+    and the places of queries and keys; all broadcast to [B,1,T,S]."""
+    at = torch.arange(length_t, device=device)[:, None]
+    keys = torch.arange(length_s, device=device)
+    if bottom_right:
+        ends_t, ends_s = (longest if lengths is None else lengths.view(-1, 1, 1, 1)
+                          for longest, lengths in ((length_t, lengths_t), (length_s, lengths_s)))
+        at = at + (ends_s - ends_t)
+    conditions = []
+    if causal:
+        conditions.append(keys <= at)
+    if window_left >= 0:
+        conditions.append(at - keys <= window_left)  # no sum: it may be 2^63 - 1
+    if window_right >= 0:
+        conditions.append(keys - at <= window_right)
+    if lengths_s is not None:
+        conditions.append(keys < lengths_s.view(-1, 1, 1, 1))
+    return reduce(torch.logical_and, conditions) if conditions else None, at, keys
+
+
 def _scene(q, k, tensors, lengths_t, lengths_s, options, dtype) -> Scene:
     """For q [B,H,T,D] and k [B,G,S,D]; `tensors` are the op's, which say the rest."""
     device, mask, alibi, key_lengths, seed = (tensors[0].device, tensors[4], tensors[5], tensors[7],
@@ -152,24 +176,12 @@ def _scene(q, k, tensors, lengths_t, lengths_s, options, dtype) -> Scene:
     length_s = k.shape[2]
     if key_lengths is not None:  # of a packed sequence, at most what it has
         lengths_s = key_lengths if lengths_s is None else torch.minimum(lengths_s, key_lengths)
-    queries = torch.arange(length_t, device=device)[:, None]
-    keys = torch.arange(length_s, device=device)
-    at = queries
-    if options.bottom_right:
-        ends_t = length_t if lengths_t is None else lengths_t.view(-1, 1, 1, 1)
-        ends_s = length_s if lengths_s is None else lengths_s.view(-1, 1, 1, 1)
-        at = queries + (ends_s - ends_t)
-    seen = torch.ones(1, 1, length_t, length_s, dtype=torch.bool, device=device)
-    if options.causal:
-        seen = seen & (keys <= at)
-    if options.window_left >= 0:
-        seen = seen & (at - keys <= options.window_left)  # no sum: it may be 2^63 - 1
-    if options.window_right >= 0:
-        seen = seen & (keys - at <= options.window_right)
-    if lengths_s is not None:
-        seen = seen & (keys < lengths_s.view(-1, 1, 1, 1))
+    seen, at, keys = visible(length_t, length_s, device, options.causal, options.bottom_right,
+                             options.window_left, options.window_right, lengths_t, lengths_s)
     if mask is not None:
-        seen = seen & mask
+        seen = mask if seen is None else seen & mask
+    if seen is None:
+        seen = torch.ones(length_t, length_s, dtype=torch.bool, device=device)
     penalty = factor = None
     if alibi is not None:
         penalty = alibi.to(dtype)[..., None, None] * (at - keys).abs()
@@ -408,8 +420,8 @@ def _pull(function: Callable[..., Tuple[torch.Tensor, ...]], at: Sequence[torch.
                                    materialize_grads=True)
 
 
-def backward(needs: int, cotangents: Sequence[Maybe], dout: torch.Tensor, dlse: Maybe,
-             tensors: Sequence[Maybe], options: Sequence) -> Tuple[Maybe, ...]:
+def second_order(needs: int, cotangents: Sequence[Maybe], dout: torch.Tensor, dlse: Maybe,
+                 tensors: Sequence[Maybe], options: Sequence) -> Tuple[Maybe, ...]:
     """Given d/d(dq ... dsinks), the derivatives by dout, dlse, q, k, v, bias and sinks."""
     inputs = (dout, dlse, tensors[0], tensors[1], tensors[2], tensors[3], tensors[6])
     present = [i for i, x in enumerate(inputs) if x is not None]

@@ -85,31 +85,6 @@ def refusal(launcher: mps.Launcher, inputs: mps.Operands, options: Mapping[str, 
     return reason
 
 
-def _visible(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str, Any]
-             ) -> Tuple[Optional[torch.Tensor], torch.Tensor]:
-    """[B or 1, 1, T, S]: which keys causal, window and lengths let a query see (None: all), and how
-    far apart the two stand."""
-    q, k = inputs["q"], inputs["k"]
-    T, S = q.shape[-2], k.shape[-2]
-    lengths = inputs.get("key_lengths")
-    j = torch.arange(S, device=q.device)
-    position = torch.arange(T, device=q.device)[:, None]
-    ends = S if lengths is None else lengths.reshape(-1, 1, 1, 1)
-    if options.get("align"):
-        position = position + (ends - T)
-    seen = None if lengths is None else j < ends
-    conditions = []
-    if options.get("causal"):
-        conditions.append(j <= position)
-    if options.get("has_window") and options["window_left"] >= 0:
-        conditions.append(position - j <= options["window_left"])  # no sum: it may be 2^63 - 1
-    if options.get("has_window") and options["window_right"] >= 0:
-        conditions.append(j - position <= options["window_right"])
-    for condition in conditions:
-        seen = condition if seen is None else seen & condition
-    return seen, (position - j).abs()
-
-
 def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str, Any]
               ) -> torch.Tensor:
     """`out` by torch.nn.functional.scaled_dot_product_attention, differentiable by PyTorch's rules.
@@ -123,7 +98,10 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
     if only_causal:
         k, v = k[:, :, :q.shape[2]], v[:, :, :q.shape[2]]  # nobody sees the rest
     else:
-        seen, apart = _visible(inputs, options)
+        seen, at, keys = explicit.visible(
+            q.shape[-2], k.shape[-2], q.device, options.get("causal"), options.get("align"),
+            options.get("window_left", -1), options.get("window_right", -1), None,
+            inputs.get("key_lengths"))
         given = inputs.get("mask")
         if given is not None:
             seen = given if seen is None else seen & given
@@ -132,7 +110,7 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
         if shown is not None:
             k, v = explicit.hide(shown, k, v)
         if inputs.get("alibi") is not None:
-            slopes = inputs["alibi"][..., None, None] * -apart
+            slopes = inputs["alibi"][..., None, None] * -(at - keys).abs()
             mask = slopes if mask is None else mask + slopes
         if mask is not None:
             mask = mask if seen is None else mask.masked_fill(~seen, float("-inf"))
@@ -157,8 +135,8 @@ def _strict() -> bool:
     return os.environ.get("ORCHARD_STRICT", "") not in ("", "0")
 
 
-def _note(op: str, reason: str) -> None:
-    """Goes on where a fallback is allowed."""
+def _record_refusal(op: str, reason: str) -> None:
+    """For all who read `last`; raises where no fallback is allowed."""
     last.refusal = reason
     if _strict():
         raise mps.Refused(op, reason, " and strict forbids a fallback")
@@ -167,11 +145,11 @@ def _note(op: str, reason: str) -> None:
 def failed(op: str, why: str) -> None:
     """Orchard's kernels took a call and broke off: counted; an error where no fallback may be."""
     mps.launcher.count(op, why)
-    _note(op, why)
+    _record_refusal(op, why)
 
 
 def _by_pytorch(op: str) -> None:
-    """PyTorch's operations ran a call that _note has noted."""
+    """PyTorch's operations ran a call that was refused."""
     mps.launcher.ran(op, "pytorch", last.refusal)
 
 
@@ -197,7 +175,7 @@ def instead(with_lse: bool, needs: int, *arguments: Any
     reason = refusal(mps.launcher, inputs, options, needs)
     if reason is None:
         return None
-    _note("attention_forward", reason)
+    _record_refusal("attention_forward", reason)
     _check_lengths(inputs, options)
     if with_lse or not _has_words(inputs, options):
         return _explicit(arguments)
@@ -233,7 +211,7 @@ def forward(*arguments: Any) -> Tensors2:
     try:
         return mps.forward(*arguments)
     except mps.Refused as refused:
-        _note("attention_forward", refused.reason)
+        _record_refusal("attention_forward", refused.reason)
     inputs, _ = mps.named(*arguments)
     made = new_outputs(inputs["q"], inputs["v"], inputs["cu_seqlens_q"] is not None)
     for fresh, x in zip(made, _explicit(arguments)):
@@ -248,7 +226,7 @@ def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: 
     try:
         return mps.backward(needs, dout, dlse, out, lse, *arguments)
     except mps.Refused as refused:
-        _note(op, refused.reason)
+        _record_refusal(op, refused.reason)
     by_name, _ = mps.named(*arguments)
     inputs = [by_name[name] for name in GRADIENTS_OF]
     made = new_gradients(needs, *inputs)
