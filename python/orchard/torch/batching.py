@@ -10,15 +10,16 @@ from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 
+from .operands import ALIBI, BIAS, CU_SEQLENS_Q, KEY_LENGTHS, MASK, SEED, SINKS, K, Q, V
 from .outputs import DBIAS, DSINKS
 
-SINKS, CU_SEQLENS, SEED, DROPOUT = 6, 8, 10, 19  # places among the arguments of ops.ATTENTION
+DROPOUT = -1  # its place among the arguments of ops.ATTENTION
 
 # The operands with a batch, first in each sample, and their ranks; those of which 1 element may
 # serve the whole batch.
-RANKS = {0: 4, 1: 4, 2: 4, 3: 4, 4: 4, 5: 2, 7: 1}
+RANKS = {Q: 4, K: 4, V: 4, BIAS: 4, MASK: 4, ALIBI: 2, KEY_LENGTHS: 1}
 OWN_RANKS = (4, 3, 4, 3)  # backward's own: dout, dlse, out, lse
-MAY_REPEAT = (3, 4)
+MAY_REPEAT = (BIAS, MASK)
 
 
 def one_by_one(call: Callable, count: int, in_dims: Sequence, args: Sequence):
@@ -68,10 +69,10 @@ def _fold(count: int, batch: int, tensor: Optional[torch.Tensor], dim: Optional[
 def _fold_attention(count: int, in_dims: Sequence, args: Sequence,
                     split_bias: bool) -> Tuple[List, int]:
     """The arguments for count * batch elements at once, and batch."""
-    batch = _sample_shape(args[0], in_dims[0])[0]
+    batch = _sample_shape(args[Q], in_dims[Q])[0]
     folded = list(args)
     for i, rank in RANKS.items():
-        split = i not in MAY_REPEAT or (i == 3 and split_bias)  # which nothing else repeats
+        split = i not in MAY_REPEAT or (i == BIAS and split_bias)  # which nothing else repeats
         folded[i] = _fold(count, batch, args[i], in_dims[i], rank, split)
     if in_dims[SEED] is not None:  # batch elements differ already
         folded[SEED] = args[SEED].select(in_dims[SEED], 0)
@@ -83,10 +84,10 @@ def _unfoldable(in_dims: Sequence, args: Sequence, own_dims: Sequence = (),
     """Whether the samples cannot be one batch. `own`: backward's own operands. Forward and backward
     must say the same where there is dropout: of samples one by one it is another than of a batch.
     So sinks count there even if all share them: each sample may want its own gradient."""
-    if (in_dims[SINKS] is not None or args[CU_SEQLENS] is not None
+    if (in_dims[SINKS] is not None or args[CU_SEQLENS_Q] is not None
             or (args[DROPOUT] > 0 and (in_dims[SEED] is None or args[SINKS] is not None))):
         return True
-    shape = _sample_shape(args[0], in_dims[0])
+    shape = _sample_shape(args[Q], in_dims[Q])
     operands = [(args[i], in_dims[i], rank, i in MAY_REPEAT) for i, rank in RANKS.items()]
     operands += [(x, dim, rank, False) for x, dim, rank in zip(own, own_dims, OWN_RANKS)]
     return not shape or not all(_fits(shape[0], *operand) for operand in operands)
@@ -112,7 +113,7 @@ def map_backward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     for i, gradient in enumerate(made):
         if needs >> i & 1:
             made[i] = gradient.unflatten(0, (count, batch))
-    if needs & DBIAS and batch != 1 and _sample_shape(rest[3], in_dims[5 + 3])[0] == 1:
+    if needs & DBIAS and batch != 1 and _sample_shape(rest[BIAS], in_dims[5 + BIAS])[0] == 1:
         made[3] = made[3].sum(1, keepdim=True)
     dims = tuple(0 if needs >> i & 1 else None for i in range(5))
     return tuple(made), dims

@@ -15,6 +15,8 @@ from typing import Callable, ContextManager, NamedTuple, Optional, Sequence, Tup
 import torch
 
 from .onlookers import functorch_active
+from .operands import (ALIBI, BIAS, CU_SEQLENS_K, CU_SEQLENS_Q, KEY_LENGTHS, MASK, SEED, SINKS, K,
+                       Q, V)
 
 Maybe = Optional[torch.Tensor]
 
@@ -170,8 +172,7 @@ def visible(length_t: int, length_s: int, device: torch.device, causal: bool, bo
 
 def _scene(q, k, tensors, lengths_t, lengths_s, options, dtype) -> Scene:
     """For q [B,H,T,D] and k [B,G,S,D]; `tensors` are the op's, which say the rest."""
-    device, mask, alibi, key_lengths, seed = (tensors[0].device, tensors[4], tensors[5], tensors[7],
-                                              tensors[10])
+    device, mask, alibi, key_lengths = q.device, tensors[MASK], tensors[ALIBI], tensors[KEY_LENGTHS]
     batch, heads, length_t, size = q.shape
     length_s = k.shape[2]
     if key_lengths is not None:  # of a packed sequence, at most what it has
@@ -186,8 +187,8 @@ def _scene(q, k, tensors, lengths_t, lengths_s, options, dtype) -> Scene:
     if alibi is not None:
         penalty = alibi.to(dtype)[..., None, None] * (at - keys).abs()
     if options.dropout > 0:
-        joined = tensors[6] is None and tensors[8] is None  # no sinks, not packed
-        kept = Keep.apply(seed, options.dropout, batch, heads, length_t, length_s, joined)
+        joined = tensors[SINKS] is None and tensors[CU_SEQLENS_Q] is None
+        kept = Keep.apply(tensors[SEED], options.dropout, batch, heads, length_t, length_s, joined)
         gain = 1 / (1 - options.dropout) if options.dropout < 1 else 0.0
         factor = kept.to(device).to(dtype) * gain
     scale = size ** -0.5 if options.scale is None else options.scale
@@ -244,9 +245,9 @@ def _wide(x: Maybe, dtype: torch.dtype, packing: Optional[Packing] = None) -> Ma
 def _lay(tensors, options: Options, q, k, v, bias, sinks) -> Laid:
     dtype = _sums(q)
     packing_t = packing_s = lengths_t = lengths_s = None
-    if tensors[8] is not None:
-        packing_t = Packing(tensors[8], options.max_t, q.shape[0])
-        packing_s = Packing(tensors[9], options.max_s, k.shape[0])
+    if tensors[CU_SEQLENS_Q] is not None:
+        packing_t = Packing(tensors[CU_SEQLENS_Q], options.max_t, q.shape[0])
+        packing_s = Packing(tensors[CU_SEQLENS_K], options.max_s, k.shape[0])
         lengths_t, lengths_s = packing_t.lengths, packing_s.lengths
     q, k, v = (_wide(x, dtype, p) for x, p in ((q, packing_t), (k, packing_s), (v, packing_s)))
     scene = _scene(q, k, tensors, lengths_t, lengths_s, options, dtype)
@@ -300,7 +301,7 @@ def forward(tensors: Sequence[Maybe], options: Sequence) -> Tuple[torch.Tensor, 
     """(out, lse) of attention_forward, differentiable by PyTorch; the arguments of its schema."""
     q, k, v = tensors[:3]
     with no_autocast(q):
-        laid = _lay(tensors, Options(*options), q, k, v, tensors[3], tensors[6])
+        laid = _lay(tensors, Options(*options), q, k, v, tensors[BIAS], tensors[SINKS])
         k, v = laid.repeated()
         made = _softmax(laid, k)
         factor = laid.scene.factor
@@ -315,9 +316,9 @@ def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, 
              dbias: Maybe, dsinks: Maybe) -> Tuple[torch.Tensor, torch.Tensor]:
     """(dout, dlse): how out and lse change with q, k, v, bias and sinks, to first order; None: that
     one does not change. Differentiable by PyTorch as `forward` is."""
-    q = tensors[0]
+    q, k, v = tensors[:3]
     with no_autocast(q):
-        laid = _lay(tensors, Options(*options), *tensors[:4], tensors[6])
+        laid = _lay(tensors, Options(*options), q, k, v, tensors[BIAS], tensors[SINKS])
         scene, dtype = laid.scene, laid.q.dtype
         k, v = laid.repeated()
         weight, slope, sink, _ = _softmax(laid, k)
@@ -423,7 +424,7 @@ def _pull(function: Callable[..., Tuple[torch.Tensor, ...]], at: Sequence[torch.
 def second_order(needs: int, cotangents: Sequence[Maybe], dout: torch.Tensor, dlse: Maybe,
                  tensors: Sequence[Maybe], options: Sequence) -> Tuple[Maybe, ...]:
     """Given d/d(dq ... dsinks), the derivatives by dout, dlse, q, k, v, bias and sinks."""
-    inputs = (dout, dlse, tensors[0], tensors[1], tensors[2], tensors[3], tensors[6])
+    inputs = (dout, dlse, *(tensors[place] for place in (Q, K, V, BIAS, SINKS)))
     present = [i for i, x in enumerate(inputs) if x is not None]
     wanted = [i for i in range(5) if needs >> i & 1 and cotangents[i] is not None]
     if not wanted:

@@ -13,6 +13,7 @@ from .._library import DtypeError
 DTYPES = {getattr(torch, of.name): dtype for dtype, of in _exports.DTYPES.items()}
 
 TENSORS = 11  # how many of the arguments that the ops share are tensors: q ... seed
+Q, K, V, BIAS, MASK, ALIBI, SINKS, KEY_LENGTHS, CU_SEQLENS_Q, CU_SEQLENS_K, SEED = range(TENSORS)
 
 
 def describe(target: _structs.Tensor, tensor: Optional[torch.Tensor], op: str, name: str) -> None:
