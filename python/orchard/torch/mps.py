@@ -430,11 +430,7 @@ def forward(q, k, v, *rest) -> Tensors2:
     """attention_forward; parameters as in the schema."""
     check_present("attention_forward", q=q, k=k, v=v)
     operands, options = named(q, k, v, *rest)
-    packed = operands["cu_seqlens_q"] is not None
-    out = lse = None
-    # Without an output the library looks at the inputs and says what is wrong with their ranks.
-    if q.dim() == v.dim() == (3 if packed else 4):
-        out, lse = new_outputs(q, v, packed)
+    out, lse = new_outputs(q, v, packed=operands["cu_seqlens_q"] is not None)
     launcher.run("attention_forward", dict(operands, out=out, lse=lse), options)
     _remember_lengths(operands, options)
     return out, lse
