@@ -71,7 +71,7 @@ def _why_not_now() -> Optional[str]:
     if _onlookers.exporting() and (compiling or _onlookers.dispatch_modes()):
         return "torch.export, whose programs must run anywhere"
     if _onlookers.functorch_active():
-        if compiling:
+        if compiling and not _onlookers.forward_mode():  # whose tangents torch might lose
             return "torch.func transforms in compiled code"
         if _transforms_refused():
             return "torch.func transforms other than grad, vmap and jvp"
