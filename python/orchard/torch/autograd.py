@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from .._library import OrchardError, UnsupportedError
 from . import batching, cpu, explicit, onlookers, operands, ops, outputs
 from .onlookers import compiling, onlooker_of_engine
-from .operands import TENSORS
+from .operands import BIAS, SINKS, TENSORS, K, Q, V
 
 NOT_COMPILED = ("attention: torch.func's transforms and forward-mode derivatives cannot be "
                 "compiled; apply them outside torch.compile")
@@ -184,7 +184,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         out, lse, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        needs = sum(bit for at, bit in zip((0, 1, 2, 3, 6), outputs.GRADIENTS) if wanted[at])
+        needs = sum(bit for at, bit in zip((Q, K, V, BIAS, SINKS), outputs.GRADIENTS) if wanted[at])
         dq, dk, dv, dbias, dsinks = gradients(needs, dout, dlse, out, lse, tensors, ctx.options)
         return (dq, dk, dv, dbias, None, None, dsinks,
                 *[None] * (TENSORS - 7 + len(ctx.options)))
