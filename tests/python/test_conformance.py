@@ -28,6 +28,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BY_NAME = {case.name: case for case in CASES}
 
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Modules written to it can be imported, by workers too."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
 # fault, the row that must tell, a row that the fault does not touch
 FAULTS = [
     ("scale forgotten", "scale given", "plain"),
@@ -184,8 +192,7 @@ def test_orchard_passes(orchard_judged):
 
 # ---- The command ---------------------------------------------------------------------------------
 
-def test_isolated_crash_and_hang_end_only_their_case(monkeypatch):
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
+def test_isolated_crash_and_hang_end_only_their_case():
     cases = [BY_NAME["scale 1"], BY_NAME["one head, rank 3"]]
     crashed = run_isolated("planted_attention:crash", cases[:1])
     assert {v.outcome for v in crashed.values()} == {"crashes"}
@@ -196,11 +203,9 @@ def test_isolated_crash_and_hang_end_only_their_case(monkeypatch):
     assert [fine[case.name].outcome for case in cases] == ["passes", "passes"]
 
 
-def test_a_module_that_speaks_without_ending_its_line(tmp_path, monkeypatch):
+def test_a_module_that_speaks_without_ending_its_line(folder):
     """What it says while it is imported stands before the first line that the worker tells."""
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "planted_loading.py").write_text(
+    (folder / "planted_loading.py").write_text(
         "print('loading', end='')\nfrom planted_attention import crash, honest\n"
         "def first_only(query, key, value, scale=None):\n"
         "    return (honest if scale else crash)(query, key, value, scale=scale)\n")
@@ -210,11 +215,10 @@ def test_a_module_that_speaks_without_ending_its_line(tmp_path, monkeypatch):
         "scale 1": "passes", "plain": "crashes"}
 
 
-def test_a_module_that_cannot_be_imported_is_a_sentence(tmp_path, monkeypatch, capfd):
+def test_a_module_that_cannot_be_imported_is_a_sentence(folder, monkeypatch, capfd):
     """Isolated, neither a crash nor a hang of it is one of the command."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "planted_aborting.py").write_text("import os\nos.abort()\n")
-    (tmp_path / "planted_waiting.py").write_text("import time\ntime.sleep(600)\n")
+    (folder / "planted_aborting.py").write_text("import os\nos.abort()\n")
+    (folder / "planted_waiting.py").write_text("import time\ntime.sleep(600)\n")
     for target, told in (("planted_aborting:f", "importing planted_aborting:f: the process ended by "
                           "SIGABRT"),
                          ("no_such_module:f", "No module named 'no_such_module'"),
@@ -225,12 +229,10 @@ def test_a_module_that_cannot_be_imported_is_a_sentence(tmp_path, monkeypatch, c
         assert capfd.readouterr().err.endswith(f"conformance: {told}\n")
 
 
-def test_status_json_and_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "planted_targets.py").write_text("raise SystemExit")
-    (tmp_path / "planted_targets_broken.py").write_text("raise RuntimeError('not today')")
-    file, page = tmp_path / "x.json", tmp_path / "x.md"
+def test_status_json_and_page(folder, monkeypatch, capsys):
+    (folder / "planted_targets.py").write_text("raise SystemExit")
+    (folder / "planted_targets_broken.py").write_text("raise RuntimeError('not today')")
+    file, page = folder / "x.json", folder / "x.md"
     words = ["--only", "scale 1", "--json", str(file), "--markdown", str(page)]
     assert main(["--target", "planted_attention:honest", *words]) == 0
     told = json.loads(file.read_text())
@@ -250,7 +252,7 @@ def test_status_json_and_page(tmp_path, monkeypatch, capsys):
     assert "no case contains" in capsys.readouterr().err
     for words, told in ((["--device", "nonsense"], "--device nonsense: "),
                         (["--device", "meta"], "--device meta: "),
-                        (["--json", str(tmp_path / "no/x.json")], "No such file"),
+                        (["--json", str(folder / "no/x.json")], "No such file"),
                         (["--target", "planted_targets:ends"], "SystemExit"),
                         (["--target", "planted_targets_broken:f"], "not today")):
         assert main(["--only", "scale 1", *words]) == 2
@@ -261,8 +263,7 @@ def test_status_json_and_page(tmp_path, monkeypatch, capsys):
     assert f"{len(chosen())} cases" in capsys.readouterr().out
 
 
-def test_a_target_without_one_answer_is_no_success(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
+def test_a_target_without_one_answer_is_no_success(capsys):
     words = ["--target", "os:getcwd", "--only", "head size not innermost", "--only", "grouped"]
     assert main(words) == 2
     assert capsys.readouterr().err == ("conformance: os:getcwd: no case could be judged: "
@@ -306,10 +307,8 @@ def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path):
     assert (status, errors) == (2, "") and out.endswith(", device cpu, 2 cases\n")
 
 
-def test_a_target_that_ends_the_process_or_speaks_in_between(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "planted_speakers.py").write_text(
+def test_a_target_that_ends_the_process_or_speaks_in_between(folder):
+    (folder / "planted_speakers.py").write_text(
         "import os, signal, sys\nfrom planted_attention import honest\n"
         "def ends(query, key, value): sys.exit(0)\n"
         "def speaks(query, key, value, scale=None):\n"

@@ -100,7 +100,6 @@ def test_switching_while_others_call():
     assert F.scaled_dot_product_attention is THE.torch
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_fork_while_another_thread_counts_or_switches():
     """The child's locks are its own: nobody there would give the parent's back."""

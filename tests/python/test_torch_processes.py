@@ -166,7 +166,6 @@ test_torch_processes.fork_with_torchs_pool_alive()
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("kernel", ["c", "python"])
 def test_fork_with_torchs_pool_alive(kernel):
     """There torch's own parallel operations hang; ours go on with Orchard's pool. The two kernels
@@ -202,7 +201,6 @@ def test_orchard_is_imported_after_the_fork(kernel):
     assert done.returncode == 0, done
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_has_contexts_of_its_own():
     """The parent's may hold devices, whose drivers do not survive a fork."""
     def ask():
@@ -266,7 +264,6 @@ def test_pythons_contexts_end_when_another_number_of_threads_is_asked_for(freed)
     assert seen == [([count] * 2, ended) for count, ended in zip(counts, ends)]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_frees_only_contexts_of_its_own(freed):
     """What another thread of the parent was using at the fork is dropped in the child at once."""
     held = [_context.Context(threads=1, backend="ref")]

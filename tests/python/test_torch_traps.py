@@ -494,9 +494,9 @@ def run(code, **environment):
                           env={**os.environ, **environment})
 
 
-which_need_torch = pytest.mark.parametrize("package", ["orchard.torch", "orchard_ops",
-                                                       "orchard_bridge",
-                                                       "orchard_bridge.enable_flash"])
+which_need_torch = pytest.mark.parametrize("package", [
+    "orchard.torch", "orchard.switch", "orchard.transformers", "orchard_ops", "orchard_bridge",
+    "orchard_bridge.enable_flash"])
 
 
 @which_need_torch
