@@ -241,7 +241,7 @@ static int test_backend(const char *backend, const char *isa, int32_t threads, u
     *checksum = result.checksum;
     printf("  %-9s%-9s", backend, isa ? isa : "-");
     if (status) {
-        printf("FAILED: %s\n", result.sentence);
+        printf("FAILED: %s\n", result.message);
     } else {
         printf("%-11.1e%-11.1e%08" PRIx32 "  %s\n", result.value_error, result.gradient_error,
                result.checksum,
@@ -303,7 +303,7 @@ static int fallbacks(orchard_ctx *ctx)
     int found = 0;
     printf("\nFallbacks with the settings above\n");
     if (status) {
-        printf("  FAILED: %s\n", result.sentence);
+        printf("  FAILED: %s\n", result.message);
         return 1;
     }
     for (int64_t i = 0; i < after_count && i < CAPACITY; i++) {

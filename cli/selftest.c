@@ -258,8 +258,8 @@ static orchard_status failed(orch_selftest *result, uint32_t launched, orchard_s
     for (int i = 0; i < ORCH_SELFTEST_KERNELS; i++) {
         result->kernel[i].failed += launched >> i & 1;
     }
-    if (!result->sentence[0]) {
-        snprintf(result->sentence, sizeof result->sentence, "%s", orchard_last_error());
+    if (!result->message[0]) {
+        snprintf(result->message, sizeof result->message, "%s", orchard_last_error());
     }
     return status;
 }
@@ -308,7 +308,7 @@ static orchard_status test_problem(const patient *who, orchard_ctx *ref, const p
             status = status ? status : second;
         }
     } else {
-        snprintf(result->sentence, sizeof result->sentence, "no memory for the self-test");
+        snprintf(result->message, sizeof result->message, "no memory for the self-test");
     }
     free(tested.block);
     free(exact.block);

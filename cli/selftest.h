@@ -22,7 +22,7 @@ typedef struct orch_selftest_kernel {
 typedef struct orch_selftest {
     double value_error, gradient_error; /* relative to the largest element of their tensor */
     uint32_t checksum;                  /* of all results' bits */
-    char sentence[512];                 /* of the first call that failed */
+    char message[512];                  /* of the first call that failed */
     orch_selftest_kernel kernel[ORCH_SELFTEST_KERNELS];
     const char *unknown; /* a launch of a kernel that is not among these; NULL: there was none */
 } orch_selftest;

@@ -21,7 +21,7 @@ static double out[B * H * T * E], lse[B * H * T];
 static double dout[B * H * T * E];
 static double dq[B * H * T * D], dk[B * G * S * D], dv[B * G * S * E], dbias[H * T * S];
 
-/* Every call returns a status; the sentence says what is wrong, with names and numbers. */
+/* Every call returns a status; the message says what is wrong, with names and numbers. */
 static void check(orchard_status status)
 {
     if (status != ORCHARD_OK) {

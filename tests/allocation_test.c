@@ -8,7 +8,7 @@
 #include "check.h"
 #include "fixture.h"
 
-static bool print_sentences;
+static bool print_messages;
 
 /* ---- An allocator that counts, and fails when told ------------------------------------------- */
 
@@ -132,8 +132,8 @@ static void creation_fails(void)
     CHECK_INT(orchard_ctx_create(&ctx, &opts), ORCHARD_ERROR_MEMORY);
     CHECK(ctx == NULL);
     CHECK(strstr(orchard_last_error(), "ctx_create: no memory for ") != NULL);
-    if (print_sentences) {
-        printf("sentence: %s\n", orchard_last_error());
+    if (print_messages) {
+        printf("message: %s\n", orchard_last_error());
     }
     CHECK_INT(a.blocks, 0);
     CHECK_INT(a.failures, 1);
@@ -211,8 +211,8 @@ static void strict(fixture_layout layout, int op, int32_t strictness, const char
         }
         CHECK_INT(status, ORCHARD_ERROR_MEMORY);
         CHECK(strstr(orchard_last_error(), words) != NULL);
-        if (print_sentences) {
-            printf("sentence: %s\n", orchard_last_error());
+        if (print_messages) {
+            printf("message: %s\n", orchard_last_error());
         }
         CHECK(memcmp(&f.memory, &before.memory, sizeof f.memory) == 0);
         a.fail_at = 0;
@@ -272,7 +272,7 @@ static void memory_stays_flat(void)
 
 int main(int argc, char **argv)
 {
-    print_sentences = argc > 1 && strcmp(argv[1], "--sentences") == 0;
+    print_messages = argc > 1 && strcmp(argv[1], "--messages") == 0;
     creation_fails();
     for (int op = 0; op < 2; op++) {
         lenient(PADDED, op);

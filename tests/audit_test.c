@@ -6,7 +6,7 @@
  *   chosen      how often, which rows, what it leaves alone.
  *
  * --random N: that many cases (default 2000); --seed N; --case I: only that one; --backend NAME:
- * instead of cpu; --sentences prints the sentences for tests/sentences_test. */
+ * instead of cpu; --messages prints the messages for tests/messages_test. */
 #include "attention/attention_random.h"
 #include "attention/attention_running.h"
 #include "core/audit.h"
@@ -16,7 +16,7 @@ static struct {
     const char *backend;
     int64_t random, only;
     uint64_t seed;
-    bool sentences;
+    bool messages;
 } options = {.backend = "cpu", .random = 2000, .only = -1, .seed = 20260713};
 
 static uint64_t counted(const char *op, const char *backend, const char *reason)
@@ -39,10 +39,10 @@ static bool is_device(void)
     return strcmp(options.backend, "cpu") != 0;
 }
 
-static void sentence(void)
+static void message(void)
 {
-    if (options.sentences) {
-        printf("sentence: %s\n", orchard_last_error());
+    if (options.messages) {
+        printf("message: %s\n", orchard_last_error());
     }
 }
 
@@ -284,7 +284,7 @@ static void corruption_is_found(void)
                 char words[64];
                 snprintf(words, sizeof words, "%s: audit: %s at batch ", op, plant.operand);
                 CHECK(strncmp(orchard_last_error(), words, strlen(words)) == 0);
-                sentence();
+                message();
             }
             problem_free(&p);
         }
@@ -373,7 +373,7 @@ static void bad_values(void)
         snprintf(words, sizeof words,
                  "ctx_create: ORCHARD_AUDIT is \"%s\", must be 0 ... 999999999", bad[n]);
         CHECK_STRING(orchard_last_error(), words);
-        sentence();
+        message();
         orchard_ctx_free(ctx);
     }
     unsetenv("ORCHARD_AUDIT");
@@ -384,8 +384,8 @@ int main(int argc, char **argv)
 {
     for (int i = 1; i < argc; i++) {
         const bool more = i + 1 < argc;
-        if (strcmp(argv[i], "--sentences") == 0) {
-            options.sentences = true;
+        if (strcmp(argv[i], "--messages") == 0) {
+            options.messages = true;
             options.random = 20;
         } else if (more && strcmp(argv[i], "--backend") == 0) {
             options.backend = argv[++i];

@@ -1,6 +1,6 @@
 /* Making a context: options out of range, environment variables with bad values, and that options
- * given in code win over the environment. With --sentences the sentences are printed for
- * tests/sentences_test. */
+ * given in code win over the environment. With --messages the messages are printed for
+ * tests/messages_test. */
 #include <stdbool.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@
 #include "core/report.h"
 #include "fixture.h"
 
-static bool print_sentences;
+static bool print_messages;
 
 static const char *const variables[] = {"ORCHARD_BACKEND", "ORCHARD_CPU", "ORCHARD_THREADS",
                                         "ORCHARD_STRICT", "ORCHARD_DEBUG"};
@@ -28,10 +28,10 @@ static void expect_refused(const orchard_ctx_opts *opts, orchard_status want, co
     CHECK_INT(orchard_ctx_create(&ctx, opts), want);
     CHECK(ctx == NULL);
     if (!strstr(orchard_last_error(), words)) {
-        CHECK_FAIL("the sentence is \"%s\", expected \"%s\"", orchard_last_error(), words);
+        CHECK_FAIL("the message is \"%s\", expected \"%s\"", orchard_last_error(), words);
     }
-    if (print_sentences) {
-        printf("sentence: %s\n", orchard_last_error());
+    if (print_messages) {
+        printf("message: %s\n", orchard_last_error());
     }
 }
 
@@ -51,8 +51,8 @@ static void bad_options(void)
     const orchard_status bad = ORCHARD_ERROR_ARGUMENT;
     CHECK_INT(orchard_ctx_create(NULL, NULL), bad);
     CHECK_STRING(orchard_last_error(), "ctx_create: ctx is NULL");
-    if (print_sentences) {
-        printf("sentence: %s\n", orchard_last_error());
+    if (print_messages) {
+        printf("message: %s\n", orchard_last_error());
     }
     expect_refused(&(orchard_ctx_opts){.threads = -1}, bad,
                    "ctx_create: threads is -1, must be 0 ... 256");
@@ -64,7 +64,7 @@ static void bad_options(void)
     expect_refused(&(orchard_ctx_opts){.cpu = ""}, bad,
                    "cpu is \"\", must be avx2, neon or scalar");
     expect_refused(&(orchard_ctx_opts){.backend = ""}, bad, "this build has no backend \"\"");
-    /* What is no UTF-8 would make the sentence unreadable for most languages. */
+    /* What is no UTF-8 would make the message unreadable for most languages. */
     expect_refused(&(orchard_ctx_opts){.backend = "\xC3\xA9\xE2\x82\xAC\xF0\x9F\x8D\x8E"}, bad,
                    "this build has no backend \"\xC3\xA9\xE2\x82\xAC\xF0\x9F\x8D\x8E\"");
     expect_refused(&(orchard_ctx_opts){.backend = "\xFF\xC3.\xED\xA0\x80\xE2\x82"}, bad,
@@ -99,8 +99,8 @@ static void bad_header_versions(void)
         CHECK_INT(orchard_ctx_create_version(&ctx, NULL, cases[i].version), ORCHARD_ERROR_ARGUMENT);
         CHECK(ctx == NULL && strstr(orchard_last_error(), cases[i].words) != NULL);
     }
-    if (print_sentences) {
-        printf("sentence: %s\n", orchard_last_error());
+    if (print_messages) {
+        printf("message: %s\n", orchard_last_error());
     }
 }
 
@@ -216,8 +216,8 @@ static void expect_strict(int32_t option, const char *variable, bool expected)
     if (expected) {
         CHECK(strstr(orchard_last_error(), "strict forbids a fallback") != NULL);
     }
-    if (print_sentences && status) {
-        printf("sentence: %s\n", orchard_last_error());
+    if (print_messages && status) {
+        printf("message: %s\n", orchard_last_error());
     }
     orchard_ctx_free(ctx);
     clear_environment();
@@ -341,7 +341,7 @@ static void explaining_needs_no_memory(void)
 }
 
 /* A call that a second backend takes has failed on the first, which is no failure of the call. */
-static void success_leaves_the_sentence_alone(void)
+static void success_leaves_the_message_alone(void)
 {
     static fixture f;
     orchard_ctx *ctx;
@@ -361,7 +361,7 @@ static void success_leaves_the_sentence_alone(void)
 
 int main(int argc, char **argv)
 {
-    print_sentences = argc > 1 && strcmp(argv[1], "--sentences") == 0;
+    print_messages = argc > 1 && strcmp(argv[1], "--messages") == 0;
     clear_environment();
     bad_options();
     bad_header_versions();
@@ -372,6 +372,6 @@ int main(int argc, char **argv)
     debug_line();
     many_reasons();
     explaining_needs_no_memory();
-    success_leaves_the_sentence_alone();
+    success_leaves_the_message_alone();
     return check_report("context");
 }

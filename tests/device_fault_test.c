@@ -123,29 +123,28 @@ static outcome expected = LOST_LATE;
 /* The device is lost, and says so in the same words again and again. */
 static void check_lost(scenario *s)
 {
-    char sentence[512];
+    char message[512];
     orch_memory memory;
     orch_batch *batch;
     const orch_kernel *kernel;
-    snprintf(sentence, sizeof sentence, "%s", orchard_last_error());
+    snprintf(message, sizeof message, "%s", orchard_last_error());
     SAYS(on == ORCH_METAL ? "the device is lost: injected fault" : "the device is lost: ");
     REFUSED(s->device->class->wait(s->device, NULL), ORCHARD_ERROR_DEVICE);
-    CHECK_STRING(orchard_last_error(), sentence);
+    CHECK_STRING(orchard_last_error(), message);
     REFUSED(s->device->class->allocate(s->device, 64, ORCHARD_STORAGE_SHARED, &memory),
             ORCHARD_ERROR_DEVICE);
-    CHECK_STRING(orchard_last_error(), sentence);
+    CHECK_STRING(orchard_last_error(), message);
     REFUSED(s->device->class->begin(s->device, &batch), ORCHARD_ERROR_DEVICE);
-    REFUSED(s->device->class->write(s->device, &s->memory[Y], 0, sentence, 4),
-            ORCHARD_ERROR_DEVICE);
+    REFUSED(s->device->class->write(s->device, &s->memory[Y], 0, message, 4), ORCHARD_ERROR_DEVICE);
     REFUSED(orch_device_kernel(s->device, "turn", turn_text[on], &kernel), ORCHARD_ERROR_DEVICE);
-    CHECK_STRING(orchard_last_error(), sentence);
+    CHECK_STRING(orchard_last_error(), message);
 }
 
 /* Nor is it opened again, while it is open and after that. */
 static void check_stays_lost(void)
 {
     CHECK(!orch_device_open(on, NULL));
-    REFUSED(ORCHARD_ERROR_DEVICE, ORCHARD_ERROR_DEVICE); /* prints the sentence */
+    REFUSED(ORCHARD_ERROR_DEVICE, ORCHARD_ERROR_DEVICE); /* prints the message */
     SAYS(on == ORCH_METAL ? "the device was lost: injected fault" : "the device was lost: ");
 }
 

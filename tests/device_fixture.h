@@ -1,7 +1,7 @@
 /* What the tests of devices share: OpenCL through faulty_opencl.c and Metal on the stand-in behind
  * the same few words, so that a test is written once and run on both:
  *
- *     device_test [--backend opencl|metal] [--sentences] [GROUP]
+ *     device_test [--backend opencl|metal] [--messages] [GROUP]
  *
  * Without --backend on every device that is there; one that is asked for must be there. */
 #ifndef ORCHARD_DEVICE_FIXTURE_H
@@ -26,7 +26,7 @@ static inline bool says_backend_first(void)
            strncmp(orchard_last_error() + length, ": ", 2) == 0;
 }
 
-/* The call must fail with this status, and its sentence begin with the backend's name. */
+/* The call must fail with this status, and its message begin with the backend's name. */
 #define REFUSED(call, expected)      \
     do {                             \
         FAILS(call, expected);       \
@@ -124,7 +124,7 @@ static inline void refuses_to_open(const char *words)
 {
     for (int i = 0; i < 2; i++) { /* the second time from memory */
         CHECK(!orch_device_open(on, NULL));
-        REFUSED(ORCHARD_ERROR_DEVICE, ORCHARD_ERROR_DEVICE); /* prints the sentence */
+        REFUSED(ORCHARD_ERROR_DEVICE, ORCHARD_ERROR_DEVICE); /* prints the message */
         SAYS(words);
     }
 }

@@ -1,6 +1,6 @@
 /* What the tests of devices share: groups of checks in a child process with a time limit, since a
- * driver does not survive fork and what was lost stays lost. With --sentences every refused call
- * prints its sentence, for sentences_test. */
+ * driver does not survive fork and what was lost stays lost. With --messages every refused call
+ * prints its message, for messages_test. */
 #ifndef ORCHARD_TESTS_GROUPS_H
 #define ORCHARD_TESTS_GROUPS_H
 
@@ -13,7 +13,7 @@
 #include "device/device.h"
 
 static const char *fixture_only; /* argv: run this group alone */
-static int fixture_sentences;
+static int fixture_messages;
 static char fixture_directory[] = "/tmp/orchard-device-XXXXXX";
 
 /* LeakSanitizer: PoCL, its compiler and everything in C++ is not ours. */
@@ -67,8 +67,8 @@ static inline void fixture_start(int argc, char **argv)
 {
     static char pocl[64], cache[64];
     for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--sentences") == 0) {
-            fixture_sentences = 1;
+        if (strcmp(argv[i], "--messages") == 0) {
+            fixture_messages = 1;
         } else {
             fixture_only = argv[i];
         }
@@ -91,12 +91,12 @@ static inline int fixture_end(const char *suite)
 }
 
 /* The call must fail with this status. */
-#define FAILS(call, expected)                               \
-    do {                                                    \
-        CHECK_INT(call, expected);                          \
-        if (fixture_sentences) {                            \
-            printf("sentence: %s\n", orchard_last_error()); \
-        }                                                   \
+#define FAILS(call, expected)                              \
+    do {                                                   \
+        CHECK_INT(call, expected);                         \
+        if (fixture_messages) {                            \
+            printf("message: %s\n", orchard_last_error()); \
+        }                                                  \
     } while (0)
 
 #define SAYS(words)                                                                \

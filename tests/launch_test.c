@@ -153,7 +153,7 @@ static void check_call(const attention_case *c, orch_op op, const void *args)
             CHECK_FAIL("%s, way %d", c->name, way);
             continue;
         }
-        CHECK(plan->reason == explanation.reason[0]); /* the very same sentence */
+        CHECK(plan->reason == explanation.reason[0]); /* the very same message */
         uint64_t scratch = 0;
         for (int32_t i = 0; i < plan->scratch_count; i++) {
             scratch += plan->scratch_bytes[i];

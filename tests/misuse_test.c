@@ -1,7 +1,7 @@
-/* Every check fires, with its code and a sentence that names the operand and the number, on
+/* Every check fires, with its code and a message that names the operand and the number, on
  * forward, backward and explain alike, and a refused call writes nothing. A good call is changed in
- * one place, and must then be refused. With --sentences the sentences are printed too:
- * tests/sentences_test compares them with the library's source, so that a check without a test is
+ * one place, and must then be refused. With --messages the messages are printed too:
+ * tests/messages_test compares them with the library's source, so that a check without a test is
  * found. */
 #include <math.h>
 #include <stdbool.h>
@@ -10,38 +10,38 @@
 #include "fixture.h"
 
 static orchard_ctx *ctx;
-static bool print_sentences;
+static bool print_messages;
 
 enum { FORWARD = 1, BACKWARD = 2, BOTH = 3 };
 
-/* One sentence of `call`: the status, the operation's name in front, the expected words in it. */
+/* One message of `call`: the status, the operation's name in front, the expected words in it. */
 static void expect_refusal(const char *where, const char *op, orchard_status got,
                            orchard_status want, const char *words)
 {
-    const char *sentence = orchard_last_error();
+    const char *message = orchard_last_error();
     const size_t length = strlen(op);
-    if (got == want && strncmp(sentence, op, length) == 0 && sentence[length] == ':' &&
-        strstr(sentence, words)) {
+    if (got == want && strncmp(message, op, length) == 0 && message[length] == ':' &&
+        strstr(message, words)) {
         check_passed++;
     } else {
-        CHECK_FAIL("%s: status %s, expected %s; sentence \"%s\", expected \"%s: ... %s\"", where,
-                   orchard_status_name(got), orchard_status_name(want), got ? sentence : "(none)",
+        CHECK_FAIL("%s: status %s, expected %s; message \"%s\", expected \"%s: ... %s\"", where,
+                   orchard_status_name(got), orchard_status_name(want), got ? message : "(none)",
                    op, words);
     }
-    if (print_sentences && got) {
-        printf("sentence: %s\n", sentence);
+    if (print_messages && got) {
+        printf("message: %s\n", message);
     }
 }
 
 static void expect_same_from_explain(const char *op, const void *args, orchard_status want)
 {
-    char sentence[512];
+    char message[512];
     orchard_explanation untouched, explanation;
-    snprintf(sentence, sizeof sentence, "%s", orchard_last_error());
+    snprintf(message, sizeof message, "%s", orchard_last_error());
     memset(&explanation, 0x5a, sizeof explanation);
     memcpy(&untouched, &explanation, sizeof untouched);
     CHECK_INT(orchard_explain(ctx, op, args, &explanation), want);
-    CHECK_STRING(orchard_last_error(), sentence);
+    CHECK_STRING(orchard_last_error(), message);
     CHECK(memcmp(&explanation, &untouched, sizeof explanation) == 0);
 }
 
@@ -50,11 +50,11 @@ static void expect_same_from_launches(const char *op, const void *args, orchard_
 {
     static const orchard_device_info device = {
         .group_threads = 1024, .simd_width = 32, .local_bytes = 32768};
-    char sentence[512];
-    orchard_launches *launches = (orchard_launches *)&sentence;
-    snprintf(sentence, sizeof sentence, "%s", orchard_last_error());
+    char message[512];
+    orchard_launches *launches = (orchard_launches *)&message;
+    snprintf(message, sizeof message, "%s", orchard_last_error());
     CHECK_INT(orchard_launches_create(ctx, &launches, op, args, "metal", &device), want);
-    CHECK_STRING(orchard_last_error(), sentence);
+    CHECK_STRING(orchard_last_error(), message);
     CHECK(launches == NULL);
 }
 
@@ -449,7 +449,7 @@ static void null_pointers(fixture *f)
 int main(int argc, char **argv)
 {
     static fixture f;
-    print_sentences = argc > 1 && strcmp(argv[1], "--sentences") == 0;
+    print_messages = argc > 1 && strcmp(argv[1], "--messages") == 0;
     if (orchard_ctx_create(&ctx, &(orchard_ctx_opts){.threads = 2, .backend = "cpu,ref"}) ||
         orchard_buffer_create(ctx, &buffer, 16, ORCHARD_STORAGE_ANY)) {
         CHECK_FAIL("%s", orchard_last_error());

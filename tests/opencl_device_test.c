@@ -120,7 +120,7 @@ static void test_own_objects(void)
     };
     for (int i = 0; i < 4; i++) {
         CHECK(!orch_device_open(ORCH_OPENCL, &wrong[i]));
-        REFUSED(ORCHARD_ERROR_ARGUMENT, ORCHARD_ERROR_ARGUMENT); /* prints the sentence */
+        REFUSED(ORCHARD_ERROR_ARGUMENT, ORCHARD_ERROR_ARGUMENT); /* prints the message */
     }
     const orch_device_request request = {.opencl_context = context, .opencl_queue = queue};
     orch_device *device = orch_device_open(ORCH_OPENCL, &request);

@@ -1,14 +1,14 @@
 /* Outputs never share memory with anything: every pair of an output and another operand is refused
  * when they are the same, when one element is shared at either end, and accepted when they only
  * touch. Slices of one interleaved block are accepted, and give the bits that separate tensors
- * give. With --sentences the sentences are printed for tests/sentences_test. */
+ * give. With --messages the messages are printed for tests/messages_test. */
 #include <stdbool.h>
 
 #include "check.h"
 #include "fixture.h"
 
 static orchard_ctx *ctx;
-static bool print_sentences;
+static bool print_messages;
 
 typedef struct operand {
     const char *name;
@@ -113,8 +113,8 @@ static void check_pair(fixture_layout layout, int backward, int i, int j, placem
              backward ? "backward" : "forward", list[i].name, list[j].name);
     CHECK_INT(status, ORCHARD_ERROR_LAYOUT);
     CHECK_STRING(orchard_last_error(), expected);
-    if (print_sentences) {
-        printf("sentence: %s\n", orchard_last_error());
+    if (print_messages) {
+        printf("message: %s\n", orchard_last_error());
     }
     CHECK(memcmp(&before, &f.memory, sizeof before) == 0);
     CHECK(memcmp(arena_before, arena, sizeof arena) == 0);
@@ -217,7 +217,7 @@ static void interleaved_slices(void)
 
 int main(int argc, char **argv)
 {
-    print_sentences = argc > 1 && strcmp(argv[1], "--sentences") == 0;
+    print_messages = argc > 1 && strcmp(argv[1], "--messages") == 0;
     if (orchard_ctx_create(&ctx, &(orchard_ctx_opts){.threads = 2})) {
         CHECK_FAIL("%s", orchard_last_error());
         return check_report("overlap");

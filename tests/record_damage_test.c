@@ -1,6 +1,6 @@
 /* Records that are damaged or hostile: every shorter file and every changed byte is refused;
  * numbers that make no sense behind a right checksum too, without more memory than there are bytes.
- * --sentences prints the sentences for tests/sentences_test. */
+ * --messages prints the messages for tests/messages_test. */
 #include "core/audit.h"
 #include "core/context.h"
 #include "core/record.h"

@@ -1,10 +1,10 @@
 /* Records: what is written is read again; record_damage_test.c has what is refused.
  *
  *   replay    a recorded call gives the same bits on the backend that ran it, and is judged right;
- *   manners   0600, no symbolic link, nothing overwritten, no half file, gaps are not written;
+ *   side_effects   0600, no symbolic link, nothing overwritten, no half file, gaps are not written;
  *   when      what ORCHARD_RECORD writes: failed audits, all calls where asked, 16 at most.
  *
- * --corpus DIR writes small records for tests/fuzz_record; --sentences prints the sentences. */
+ * --corpus DIR writes small records for tests/fuzz_record; --messages prints the messages. */
 #include <dirent.h>
 #include <sys/stat.h>
 
@@ -219,7 +219,7 @@ static orchard_status fail_after_commit(const orch_call *call, void *scratch)
     return orch_fail(ORCHARD_ERROR_DEVICE, "it fell off the bus");
 }
 
-/* Both failures are recorded, with the call's own status and sentence untouched. */
+/* Both failures are recorded, with the call's own status and message untouched. */
 static void failing_device(const char *where)
 {
     static fixture f;

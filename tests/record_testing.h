@@ -10,7 +10,7 @@
 #include "check.h"
 #include "fixture.h"
 
-static bool print_sentences;
+static bool print_messages;
 static char directory[64] = "/tmp/orchard-record-test-XXXXXX";
 static orchard_ctx *cpu;
 
@@ -26,14 +26,14 @@ static inline const char *path_of(const char *name)
 static inline void refused(orchard_status got, orchard_status want, const char *words)
 {
     if (got != want || !strstr(orchard_last_error(), words)) {
-        CHECK_FAIL("status %s, expected %s; sentence \"%s\", expected \"... %s\"",
+        CHECK_FAIL("status %s, expected %s; message \"%s\", expected \"... %s\"",
                    orchard_status_name(got), orchard_status_name(want), orchard_last_error(),
                    words);
     } else {
         check_passed++;
     }
-    if (print_sentences && got) {
-        printf("sentence: %s\n", orchard_last_error());
+    if (print_messages && got) {
+        printf("message: %s\n", orchard_last_error());
     }
 }
 
@@ -69,7 +69,7 @@ static inline void write_fixture(fixture *f, fixture_layout layout, bool backwar
 /* Before the first test, and after the last. */
 static inline bool records_begin(int argc, char **argv)
 {
-    print_sentences = argc > 1 && strcmp(argv[1], "--sentences") == 0;
+    print_messages = argc > 1 && strcmp(argv[1], "--messages") == 0;
     unsetenv("ORCHARD_RECORD");
     unsetenv("ORCHARD_RECORD_ALL");
     unsetenv("ORCHARD_AUDIT");

@@ -5,7 +5,7 @@
  *   refused    each kind of wrong line, by its number;
  *   told       the passed-over backends' reason, the file's hash with the calls that it decided on.
  *
- * --sentences prints the sentences for tests/sentences_test. */
+ * --messages prints the messages for tests/messages_test. */
 #include <orchard/tune.h>
 #include <unistd.h>
 
@@ -15,7 +15,7 @@
 #include "core/route.h"
 #include "fixture.h"
 
-static bool print_sentences;
+static bool print_messages;
 static char path[64] = "/tmp/orchard-route-test-XXXXXX";
 
 static void write_file(const char *text)
@@ -210,8 +210,8 @@ static void classes(void)
         CHECK_INT(orchard_tune_class(bad[n].ctx, bad[n].op, bad[n].args, bad[n].text, 96),
                   ORCHARD_ERROR_ARGUMENT);
         CHECK_STRING(orchard_last_error(), bad[n].words);
-        if (print_sentences) {
-            printf("sentence: %s\n", orchard_last_error());
+        if (print_messages) {
+            printf("message: %s\n", orchard_last_error());
         }
     }
     orchard_ctx_free(ctx);
@@ -228,13 +228,13 @@ static void expect_refusal(const char *file, orchard_status want, const char *wo
     orchard_status status = orchard_ctx_create(&ctx, NULL);
     status = status ? status : fixture_forward(ctx, &f);
     if (status != want || !strstr(orchard_last_error(), words)) {
-        CHECK_FAIL("status %s; sentence \"%s\", expected \"... %s\"", orchard_status_name(status),
+        CHECK_FAIL("status %s; message \"%s\", expected \"... %s\"", orchard_status_name(status),
                    orchard_last_error(), words);
     } else {
         check_passed++;
     }
-    if (print_sentences) {
-        printf("sentence: %s\n", orchard_last_error());
+    if (print_messages) {
+        printf("message: %s\n", orchard_last_error());
     }
     orchard_ctx_free(ctx);
     unsetenv("ORCHARD_TUNE");
@@ -321,8 +321,8 @@ static void allocation_failures(void)
         left = tries;
         status = orch_route_load(&owner, path, &route);
         CHECK_INT(status, tries < 2 ? ORCHARD_ERROR_MEMORY : ORCHARD_OK);
-        if (print_sentences && status) {
-            printf("sentence: %s\n", orchard_last_error());
+        if (print_messages && status) {
+            printf("message: %s\n", orchard_last_error());
         }
         orch_route_free(&owner, route);
         CHECK_INT(live, 0);
@@ -333,7 +333,7 @@ static void allocation_failures(void)
 
 int main(int argc, char **argv)
 {
-    print_sentences = argc > 1 && strcmp(argv[1], "--sentences") == 0;
+    print_messages = argc > 1 && strcmp(argv[1], "--messages") == 0;
     const int file = mkstemp(path);
     CHECK(file >= 0 && close(file) == 0);
     unsetenv("ORCHARD_TUNE");

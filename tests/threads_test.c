@@ -102,12 +102,12 @@ static void *caller(void *arg)
     }
     for (int round = 0; round < ROUNDS; round++) {
         good += index % 2 ? compute_with(&opts, r) : compute(kept, r) == ORCHARD_OK && right(r);
-        /* A refused call in between: its sentence is this thread's own. */
+        /* A refused call in between: its message is this thread's own. */
         orchard_ctx_opts wrong = {.threads = 1000 + index};
         orchard_ctx *none;
-        char sentence[32];
-        snprintf(sentence, sizeof sentence, "threads is %d,", 1000 + index);
-        good -= !orchard_ctx_create(&none, &wrong) || !strstr(orchard_last_error(), sentence);
+        char message[32];
+        snprintf(message, sizeof message, "threads is %d,", 1000 + index);
+        good -= !orchard_ctx_create(&none, &wrong) || !strstr(orchard_last_error(), message);
     }
     orchard_ctx_free(kept);
     free(r);

@@ -1,8 +1,8 @@
-/* What every Orchard call shares: status and sentence, tensors, the context, explain and report.
+/* What every Orchard call shares: status and message, tensors, the context, explain and report.
  *
  * Three rules hold for the whole library:
  *   - the caller owns every tensor's memory; no operation allocates a result;
- *   - every call that can fail returns a status (0 good, negative bad) and leaves a sentence that
+ *   - every call that can fail returns a status (0 good, negative bad) and leaves a message that
  * names the operation, the operand and the numbers; nothing was written when a check failed;
  *   - the library never prints (unless ORCHARD_DEBUG asks it to), never exits, never aborts. */
 #ifndef ORCHARD_CORE_H
@@ -36,7 +36,7 @@ extern "C" {
 /* The library's own version, e.g. "0.1.0"; it may be newer than the header's. */
 ORCHARD_API const char *orchard_version(void);
 
-/* ---- Status and sentence --------------------------------------------------------------------- */
+/* ---- Status and error message --------------------------------------------------------------- */
 
 typedef enum orchard_status {
     ORCHARD_OK = 0,
@@ -55,9 +55,9 @@ typedef enum orchard_status {
 /* The code as a word: "shape" for ORCHARD_ERROR_SHAPE. Never NULL. */
 ORCHARD_API const char *orchard_status_name(orchard_status status);
 
-/* The sentence of this thread's most recent failed call, e.g.
+/* The message of this thread's most recent failed call, e.g.
  * "attention_forward: k has 12 heads, q has 10: q's heads must be a multiple of k's". UTF-8, never
- * NULL; valid until this thread's next failing call. Codes are for programs, sentences for
+ * NULL; valid until this thread's next failing call. Codes are for programs, messages for
  * people. */
 ORCHARD_API const char *orchard_last_error(void);
 
@@ -200,7 +200,7 @@ typedef struct orchard_device_info {
 } orchard_device_info;
 
 /* Opens the device if that has not happened yet. ORCHARD_ERROR_DEVICE: there is none, and the
- * sentence says why. */
+ * message says why. */
 ORCHARD_API orchard_status orchard_ctx_device(orchard_ctx *ctx, const char *backend,
                                               orchard_device_info *info);
 

@@ -28,7 +28,7 @@ typedef struct orchard_device_entry {
 
 /* Lists what the backend "opencl" or "metal" could run on, one platform after the other, without
  * opening anything. Writes up to `capacity` entries; *count says how many there are (at most 64 are
- * looked at). ORCHARD_ERROR_DEVICE: there is not even a driver or a platform, and the sentence says
+ * looked at). ORCHARD_ERROR_DEVICE: there is not even a driver or a platform, and the message says
  * what is missing. */
 ORCHARD_API orchard_status orchard_devices(const char *backend, orchard_device_entry *entries,
                                            int64_t capacity, int64_t *count);

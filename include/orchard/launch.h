@@ -67,7 +67,7 @@ typedef struct orchard_launches {
  * 1.2). `device` is what orchard_ctx_device told, or written by hand; of it, group_threads,
  * simd_width, local_bytes, matrix and buffer_bytes (0: not known) count.
  *
- * The args are checked as by the call itself, with the same sentences; but memory is only spoken
+ * The args are checked as by the call itself, with the same messages; but memory is only spoken
  * of: a tensor's `data` is a number that tells where it lies beside the others, so that overlap is
  * found. Take numbers from 2^60 on, where no address is. Lengths (key_lengths, cu_seqlens) are the
  * exception: their `data` is NULL, and then nobody looks whether they fit, which must be true; or

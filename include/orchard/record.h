@@ -56,7 +56,7 @@ typedef struct orchard_replay_result {
 
 /* Reads the file, checks it, runs its call with the context's backends and options, and judges all
  * of its outputs. A file that is damaged or makes no sense is refused, with ORCHARD_ERROR_IO or the
- * status and sentence of the call's own checks; ORCHARD_OK says that it ran, `share` how well. */
+ * status and message of the call's own checks; ORCHARD_OK says that it ran, `share` how well. */
 ORCHARD_API orchard_status orchard_replay(orchard_ctx *ctx, const char *path,
                                           orchard_replay_result *result);
 

@@ -1,6 +1,6 @@
 """liborchard itself: where it is, how it is called, how its failures become exceptions.
 
-Every call of the C library returns a status and leaves a sentence. `check` turns the two into one
+Every call of the C library returns a status and leaves a message. `check` turns the two into one
 of the exceptions below: each is an OrchardError and the built-in exception that a Python programmer
 expects (a wrong shape is a ValueError, a wrong dtype a TypeError).
 """
@@ -17,7 +17,7 @@ from . import _structs
 
 
 class OrchardError(Exception):
-    """A call that Orchard refused or could not do; the text is the C library's sentence."""
+    """A call that Orchard refused or could not do; the text is the C library's message."""
 
 
 class ArgumentError(OrchardError, ValueError):
@@ -107,7 +107,7 @@ lib = _open()
 
 
 def check(status: int) -> None:
-    """Raises what a negative status stands for, with the C library's sentence."""
+    """Raises what a negative status stands for, with the C library's message."""
     if status:
         raise ERRORS.get(status, InternalError)(lib.orchard_last_error().decode("utf-8", "replace"))
 

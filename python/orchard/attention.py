@@ -1,7 +1,7 @@
 """Attention on arrays of any library: orchard.attention_forward and orchard.attention_backward.
 
 The contract (shapes, dtypes, what each option means and in which order they apply) is that of
-include/orchard/attention.h; so are the checks and their sentences, which arrive as exceptions:
+include/orchard/attention.h; so are the checks and their messages, which arrive as exceptions:
 `orchard.OrchardError` and its kinds. Letters: B batch, H query heads, G key/value heads, T queries,
 S keys, D head size of q and k, E head size of v.
 
@@ -43,7 +43,7 @@ class Gradients(NamedTuple):
 
 
 def _shown(value: Any) -> str:
-    """For a sentence: repr, where that is one."""
+    """For a message: repr, where that is one."""
     try:
         text = repr(value)
     except REFUSALS:  # an int of thousands of digits; a class with a mistake in its __repr__

@@ -72,7 +72,7 @@ def explain(op: str, *operands: Any, **options: Any) -> Explanation:
     `op` is the function's name ("attention_forward", "attention_backward"), the rest are that
     function's arguments: explain("attention_forward", q=q, k=k, v=v, causal=True). The answer comes
     from the plan that the call itself uses; a call that would be refused is refused here too, with
-    the same sentence.
+    the same message.
     """
     if not isinstance(op, str) or op not in _EXPLAINED:
         raise ArgumentError(f"explain: there is no operation {op!r}; there are: "

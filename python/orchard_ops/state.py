@@ -80,7 +80,7 @@ class State(NamedTuple):
 
 
 def unpack(state: Tensor, call: Call) -> State:
-    """The state of exactly this call, or a sentence that says whose it is."""
+    """The state of exactly this call, or a message that says whose it is."""
     check(state, call)
     seed = header(state)[-1] if call.dropout_p > 0 else None
     lse = fresh(state[HEADER:].to(call.q.device)).view(call.lse_dtype())
@@ -119,8 +119,8 @@ def check(state: Tensor, call: Call) -> None:
     wanted = call.numbers()
     sizes = ("rank", "B", "H", "G", "T", "S", "D", "E", "dtype")
     if any(found[name] != wanted[name] for name in sizes):
-        raise ValueError(f"{told} belongs to a call with {sentence(found)}; this call has "
-                         f"{sentence(wanted)}")
+        raise ValueError(f"{told} belongs to a call with {message(found)}; this call has "
+                         f"{message(wanted)}")
     for name in ("causal", "dropout_p", "scale"):
         if found[name] != wanted[name]:
             show = bool if name == "causal" else real
@@ -147,7 +147,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).replace("torch.", "")
 
 
-def sentence(numbers: Dict[str, int]) -> str:
+def message(numbers: Dict[str, int]) -> str:
     def shape(names: Sequence[str]) -> list:
         kept = [name for name in names if numbers["rank"] == 4 or name not in "HG"]
         return [numbers[name] for name in kept]

@@ -4,6 +4,7 @@
 #include "attention/attention_cpu.h"
 
 #include "core/context.h"
+#include "core/numbers.h"
 #include "core/threads.h"
 
 static const orch_attention_cpu_kernels *choose_kernels(orch_isa isa, orchard_dtype dtype)
@@ -37,11 +38,6 @@ static const orch_attention_cpu_kernels *choose_kernels(orch_isa isa, orchard_dt
 #define SPLIT_KEYS 512
 #define MAX_SPLITS 32
 
-static int64_t divide_up(int64_t a, int64_t b)
-{
-    return (a + b - 1) / b;
-}
-
 /* Keys of a tile, multiples of 12: whole register tiles and whole Philox quads. */
 static int64_t forward_keys(int64_t size)
 {
@@ -53,11 +49,6 @@ static int64_t backward_keys(int64_t size)
     return size <= 128 ? 96 : size <= 256 ? 48 : 24;
 }
 
-static int64_t larger(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
-
 static orch_attention_cut cut_queries(const orch_attention_cpu_plan *plan, const orch_sequence *s)
 {
     const int64_t group = plan->p->G ? plan->p->H / plan->p->G : 0;
@@ -65,9 +56,9 @@ static orch_attention_cut cut_queries(const orch_attention_cpu_plan *plan, const
     if (s->T > 0 && s->T < plan->panel) {
         cut.heads_per_panel = plan->panel / s->T < group ? plan->panel / s->T : group;
     }
-    cut.head_sets = cut.heads_per_panel ? divide_up(group, cut.heads_per_panel) : 0;
-    cut.panels = divide_up(s->T, plan->panel);
-    cut.blocks = divide_up(cut.panels, plan->block_panels);
+    cut.head_sets = cut.heads_per_panel ? orch_ceil_div(group, cut.heads_per_panel) : 0;
+    cut.panels = orch_ceil_div(s->T, plan->panel);
+    cut.blocks = orch_ceil_div(cut.panels, plan->block_panels);
     return cut;
 }
 
@@ -167,7 +158,7 @@ static size_t forward_plan(const orch_call *call, orch_attention_cpu_plan *plan,
     const int64_t threads = call->ctx->threads;
     size_t at = 0;
     int64_t partials;
-    plan_blocks(plan, call, kernels, FORWARD_PANELS, forward_keys(larger(p->D, p->E)));
+    plan_blocks(plan, call, kernels, FORWARD_PANELS, forward_keys(orch_max(p->D, p->E)));
     count_forward_tasks(plan, &partials);
     while (threads > 1 && plan->tasks < 4 * threads && plan->block_panels > 2) {
         plan->block_panels /= 2;
@@ -290,11 +281,11 @@ static size_t backward_plan(const orch_call *call, backward_job *job, char *scra
     orch_attention_cpu_plan *plan = &job->plan;
     size_t at = 0;
     job->kernels = choose_kernels(call->ctx->isa, p->dtype);
-    plan_blocks(plan, call, job->kernels, BACKWARD_PANELS, backward_keys(larger(p->D, p->E)));
+    plan_blocks(plan, call, job->kernels, BACKWARD_PANELS, backward_keys(orch_max(p->D, p->E)));
     plan->dbias_direct = dbias_is_direct(p);
     const int64_t vector = plan->panel / 2;
-    plan->width_k = divide_up(p->D, vector) * vector;
-    plan->width_v = divide_up(p->E, vector) * vector;
+    plan->width_k = orch_ceil_div(p->D, vector) * vector;
+    plan->width_v = orch_ceil_div(p->E, vector) * vector;
     job->splits = 1;
     const int64_t batch = visits_batch(p, plan) ? p->B : 0;
     for (int64_t b = 0; b < batch; b++) {
@@ -305,7 +296,7 @@ static size_t backward_plan(const orch_call *call, backward_job *job, char *scra
     }
     plan->sums_bytes = (int64_t)round_up(
         (size_t)(plan->sums_rows * (plan->width_k + plan->width_v) * plan->real_bytes));
-    job->wave = divide_up(2 * threads, job->splits);
+    job->wave = orch_ceil_div(2 * threads, job->splits);
     job->wave = job->wave < p->B * p->G ? job->wave : p->B * p->G;
     plan->sums = scratch;
     at += (size_t)plan->sums_bytes * (size_t)(job->splits == 1 ? threads : job->wave * job->splits);

@@ -14,7 +14,7 @@ size_t ORCH_K(attention_backward_bytes)(const orch_attention_cpu_plan *plan)
 }
 
 /* Rows of q or dout as they are, lane after lane: in place where they are whole vectors of reals
- * and none is blind; of those, zeros. */
+ * and none is fully_masked; of those, zeros. */
 static key_rows block_rows(const orch_attention_task *task, const orch_view *view,
                            const gradient_state *state, int64_t count, int64_t columns,
                            int64_t width, real *buffer)
@@ -23,7 +23,7 @@ static key_rows block_rows(const orch_attention_task *task, const orch_view *vie
         rows_are_reals(view, columns) && columns == width && task->cut.heads_per_panel == 1;
     for (int64_t n = 0; n < count && in_place; n++) {
         for (int lane = 0; lane < state->panels[n].lanes; lane++) {
-            in_place = in_place && !state->panels[n].blind[lane];
+            in_place = in_place && !state->panels[n].fully_masked[lane];
         }
     }
     if (in_place) {
@@ -35,7 +35,7 @@ static key_rows block_rows(const orch_attention_task *task, const orch_view *vie
         char *row[PANEL];
         panel_rows(row, &state->panels[n], view, task);
         for (int lane = 0; lane < state->panels[n].lanes; lane++) {
-            if (state->panels[n].blind[lane]) {
+            if (state->panels[n].fully_masked[lane]) {
                 memset(buffer + (n * PANEL + lane) * width, 0, (size_t)width * sizeof(real));
                 continue;
             }
@@ -162,10 +162,11 @@ static void clear_dbias(const orch_attention *p, const orch_attention_task *task
     clear_dbias_keys(p, task, n, n->hi, p->S);
 }
 
-/* delta of a blind row, which takes part in its sink alone. Its out is 0, or a larger softmax's: a
+/* delta of a fully masked row, which takes part in its sink alone. Its out is 0, or a larger
+ * softmax's: a
  * 0 hides whatever dout holds. */
-static real blind_delta(const orch_attention *p, const orch_attention_task *task, const panel *n,
-                        int lane)
+static real fully_masked_delta(const orch_attention *p, const orch_attention_task *task,
+                               const panel *n, int lane)
 {
     const int64_t i = task->sequence.row_q + n->query[lane];
     const int64_t row = orch_row(&p->out, task->b, n->head[lane], i);
@@ -209,7 +210,8 @@ static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_att
         const int64_t row =
             orch_tensor_present(&p->cu_seqlens_q) ? task->sequence.row_q : task->b * p->T;
         real *term = (real *)plan->sink_terms + n->head[lane] * p->total_t + row + n->query[lane];
-        const real gradient = n->blind[lane] ? blind_delta(p, task, n, lane) : delta[lane];
+        const real gradient =
+            n->fully_masked[lane] ? fully_masked_delta(p, task, n, lane) : delta[lane];
         *term = absent[lane] ? 0 : -(power[lane] * gradient);
     }
 }

@@ -3,6 +3,7 @@
  * block, key tile) that adds to it, recomputing dS: nothing of size T x S is kept, and no two tasks
  * write the same element. Sums are doubles: a repeated bias may add up millions of terms. */
 #include "attention/attention_cpu_gradient.h"
+#include "core/numbers.h"
 
 /* Ranges that one owner covers: dimensions of [B, H, query blocks, key tiles]. */
 typedef struct owner {
@@ -10,18 +11,13 @@ typedef struct owner {
     bool repeats_query, repeats_key;
 } owner;
 
-static int64_t whole(int64_t count, int64_t size)
-{
-    return (count + size - 1) / size;
-}
-
 static void owner_dimensions(const orch_attention_cpu_plan *plan, int64_t full[4], int64_t owned[4])
 {
     const orch_attention *p = plan->p;
     full[0] = p->B;
     full[1] = p->H;
-    full[2] = whole(p->T, plan->block_panels * PANEL);
-    full[3] = whole(p->S, plan->block_keys);
+    full[2] = orch_ceil_div(p->T, plan->block_panels * PANEL);
+    full[3] = orch_ceil_div(p->S, plan->block_keys);
     for (int i = 0; i < 4; i++) {
         owned[i] = p->bias_size[i] == 1 ? 1 : full[i];
     }
@@ -116,7 +112,8 @@ void ORCH_K(attention_dbias)(const orch_attention_cpu_plan *plan, int64_t index,
             /* One head per panel here: an owner may want one head only. */
             orch_attention_task task = {
                 .b = b, .g = h / (p->H / p->G), .head_set = h % (p->H / p->G), .sequence = s};
-            task.cut = (orch_attention_cut){.heads_per_panel = 1, .panels = whole(s.T, PANEL)};
+            task.cut =
+                (orch_attention_cut){.heads_per_panel = 1, .panels = orch_ceil_div(s.T, PANEL)};
             for (task.block = own.first[2]; task.block < own.last[2]; task.block++) {
                 if (task.block * block_rows < s.T) {
                     visit(plan, &own, &state, &task);

@@ -59,7 +59,7 @@ static double lse_of(const orch_attention *p, const orch_attention_task *task, c
 }
 
 /* lse of one panel, in two parts. Lanes not in use, and rows that see nothing, get +inf: P is 0
- * then. The latter are marked blind: whatever their q, dout and dlse hold, they take part in
+ * then. The latter are marked fully_masked: whatever their q, dout and dlse hold, they take part in
  * nothing. True if any lse is too coarse. */
 static bool panel_lse(const orch_attention *p, const orch_attention_task *task,
                       gradient_state *state, int64_t index)
@@ -69,10 +69,10 @@ static bool panel_lse(const orch_attention *p, const orch_attention_task *task,
     bool coarse = false;
     for (int lane = 0; lane < PANEL; lane++) {
         const double lse = lse_of(p, task, n, lane);
-        n->blind[lane] = lse == -INFINITY;
+        n->fully_masked[lane] = lse == -INFINITY;
         hi[lane] = INFINITY;
         lo[lane] = 0;
-        if (lane < n->lanes && !n->blind[lane]) {
+        if (lane < n->lanes && !n->fully_masked[lane]) {
             hi[lane] = (real)to_log2(lse);
             if (fabs(lse * LOG2E) <= REAL_MAX) {
                 lo[lane] = (real)(fma(lse, LOG2E, -(double)hi[lane]) + lse * LOG2E_REST);
@@ -125,8 +125,8 @@ static real dlse_of(const orch_attention *p, const orch_attention_task *task, co
 
 /* Marks rows that see nothing where their lse cannot tell, since it is the sink: those of which
  * something is not finite, the others do no harm. True if there are any. */
-static bool mark_blind(const orch_attention *p, const orch_attention_task *task,
-                       gradient_state *state, int64_t index)
+static bool mark_fully_masked(const orch_attention *p, const orch_attention_task *task,
+                              gradient_state *state, int64_t index)
 {
     panel *n = &state->panels[index];
     const real *q = state->q + index * p->D * PANEL, *dout = state->dout + index * p->E * PANEL;
@@ -144,15 +144,15 @@ static bool mark_blind(const orch_attention *p, const orch_attention_task *task,
     }
     for (int lane = 0; lane < n->lanes; lane++) {
         int64_t j = n->lane_lo[lane];
-        if (n->blind[lane] || sums[lane] + dlse_of(p, task, n, lane) * 0 == 0) {
+        if (n->fully_masked[lane] || sums[lane] + dlse_of(p, task, n, lane) * 0 == 0) {
             continue;
         }
         while (j < n->lane_hi[lane] &&
                pair_is_hidden(p, task->b, n->head[lane], n->query[lane], j)) {
             j++;
         }
-        n->blind[lane] = j == n->lane_hi[lane];
-        any = any || n->blind[lane];
+        n->fully_masked[lane] = j == n->lane_hi[lane];
+        any = any || n->fully_masked[lane];
     }
     return any;
 }
@@ -174,7 +174,7 @@ static void panel_delta(const orch_attention *p, const orch_attention_task *task
     v_store(delta, sum[0]);
     v_store(delta + VW, sum[1]);
     for (int lane = 0; lane < n->lanes && p->dlse.present; lane++) {
-        if (!n->blind[lane]) {
+        if (!n->fully_masked[lane]) {
             delta[lane] -= dlse_of(p, task, n, lane);
         }
     }
@@ -192,7 +192,7 @@ static void gradient_start(const orch_attention_cpu_plan *plan, const orch_atten
         do {
             panel_pack(state->q + n * p->D * PANEL, at, &p->q, task, p->D, query_scale(p));
             panel_pack(state->dout + n * p->E * PANEL, at, &p->dout, task, p->E, 1);
-        } while (p->sinks.present && mark_blind(p, task, state, n));
+        } while (p->sinks.present && mark_fully_masked(p, task, state, n));
         if (coarse) {
             panel_refine(plan, task, state, n);
         }

@@ -45,8 +45,8 @@ typedef struct panel {
     int64_t lo, hi;                    /* keys that some lane sees */
     int64_t all_lo, all_hi;            /* keys that every lane sees, as far as ranges go */
     int64_t lane_lo[PANEL], lane_hi[PANEL];
-    real slope[PANEL]; /* of ALiBi, in units of log 2 */
-    bool blind[PANEL]; /* backward: the row is known to see nothing */
+    real slope[PANEL];        /* of ALiBi, in units of log 2 */
+    bool fully_masked[PANEL]; /* backward: the row is known to see nothing */
 } panel;
 
 /* Panel `n` of a task's head set, its keys cut to [first, last). */
@@ -78,7 +78,7 @@ static inline void panel_set(panel *n, const orch_attention *p, const orch_atten
         hi = hi < lo ? lo : hi > last ? last : hi;
         n->lane_lo[lane] = lo;
         n->lane_hi[lane] = hi;
-        n->blind[lane] = false;
+        n->fully_masked[lane] = false;
         if (lo < hi) {
             n->lo = lo < n->lo ? lo : n->lo;
             n->hi = hi > n->hi ? hi : n->hi;
@@ -106,14 +106,15 @@ static inline void panel_rows(char *row[PANEL], const panel *n, const orch_view 
     }
 }
 
-/* Rows of q, dout or out, transposed, times scale; zeros in lanes not in use and for blind rows. */
+/* Rows of q, dout or out, transposed, times scale; zeros in lanes not in use and for fully masked
+ * rows. */
 static inline void panel_pack(real *packed, const panel *n, const orch_view *view,
                               const orch_attention_task *task, int64_t columns, real scale)
 {
     char *row[PANEL];
     panel_rows(row, n, view, task);
     for (int lane = 0; lane < PANEL; lane++) {
-        row[lane] = lane < n->lanes && !n->blind[lane] ? row[lane] : NULL;
+        row[lane] = lane < n->lanes && !n->fully_masked[lane] ? row[lane] : NULL;
     }
     pack_panel(packed, row, view->dtype, view->column, columns, scale);
 }

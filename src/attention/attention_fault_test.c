@@ -1,7 +1,7 @@
 /* The fault matrix: one small attention call with all options on a device whose every n-th
  * operation of each kind is made to fail:
  *
- *     attention_fault_test --backend opencl|metal [--sentences] [FAMILY]
+ *     attention_fault_test --backend opencl|metal [--messages] [FAMILY]
  *
  * forward and backward, operands in host memory and in private buffers, with the CPU behind the
  * device and with a strict context. Before commit the CPU takes over with its own bits, or a
@@ -330,8 +330,8 @@ static bool gives(const told *before, const told *after, const char *reason)
 
 static void say(void)
 {
-    if (fixture_sentences) {
-        printf("sentence: %s\n", orchard_last_error());
+    if (fixture_messages) {
+        printf("message: %s\n", orchard_last_error());
     }
 }
 
@@ -606,8 +606,8 @@ int main(int argc, char **argv)
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--backend") == 0 && i + 1 < argc) {
             backend = argv[++i];
-        } else if (strcmp(argv[i], "--sentences") == 0) {
-            fixture_sentences = 1;
+        } else if (strcmp(argv[i], "--messages") == 0) {
+            fixture_messages = 1;
         } else {
             only = argv[i];
         }

@@ -7,6 +7,7 @@
  *   backward   attention_delta, then what is asked for of attention_dq, attention_dkv,
  *              attention_dbias (and attention_dbias_sum), attention_dsinks */
 #include "attention/attention_gpu.h"
+#include "core/numbers.h"
 
 #include <float.h>
 #include <math.h>
@@ -88,11 +89,6 @@ enum {
 
 /* dbias: so many groups at least, if its owners are fewer and have enough to do. */
 enum { DBIAS_GROUPS = 64 };
-
-static int64_t whole(int64_t count, int64_t size)
-{
-    return (count + size - 1) / size;
-}
 
 /* A finite number stays finite when it becomes a float: 0 times infinity would be NaN. */
 static float finite_float(double x)
@@ -324,11 +320,12 @@ static void plan_decode(orch_gpu_plan *plan, const orch_attention *p, const size
     int64_t splits = p->S / DECODE_KEYS;
     splits = splits < DECODE_MOST_SPLITS ? splits : DECODE_MOST_SPLITS;
     ints[INT_SPLITS] = splits;
-    ints[INT_SPLIT_KEYS] = whole(whole(p->S, n->bk), splits) * n->bk;
+    ints[INT_SPLIT_KEYS] = orch_ceil_div(orch_ceil_div(p->S, n->bk), splits) * n->bk;
     plan->scratch_count = 1;
     plan->scratch_bytes[0] = (size_t)(p->B * p->G * rows * splits * (p->E + 2)) * sizeof(float);
     add_launch(plan, "attention_decode", orch_text_attention_decode_k, p, n, 0,
-               whole(rows, n->dp <= 256 ? DECODE_ROWS : DECODE_ROWS / 2) * splits, p->G, p->B);
+               orch_ceil_div(rows, n->dp <= 256 ? DECODE_ROWS : DECODE_ROWS / 2) * splits, p->G,
+               p->B);
     add_launch(plan, "attention_combine", orch_text_attention_decode_k, p, n, 0, rows, p->G, p->B);
 }
 
@@ -350,7 +347,7 @@ const char *orch_attention_forward_gpu_plan(const void *problem, const orch_devi
         orch_attention_matrix_forward(plan, p, &n);
     } else {
         add_launch(plan, "attention_forward", orch_text_attention_forward_k, p, &n, 0,
-                   whole(p->H / p->G * p->T, n.bq), p->G, p->B);
+                   orch_ceil_div(p->H / p->G * p->T, n.bq), p->G, p->B);
     }
     return too_much_scratch(plan, caps);
 }
@@ -382,7 +379,7 @@ typedef struct dbias_cut {
 static dbias_cut cut_dbias(const orch_attention *p, const sizes *n)
 {
     const int64_t *size = p->bias_size;
-    const int64_t blocks = whole(p->T, n->bq), tiles = whole(p->S, n->bk);
+    const int64_t blocks = orch_ceil_div(p->T, n->bq), tiles = orch_ceil_div(p->S, n->bk);
     dbias_cut cut = {.heads = size[0] * size[1], .elements = size[0] * size[1] * size[2] * size[3]};
     cut.tiles = (size[2] == 1 ? 1 : blocks) * (size[3] == 1 ? 1 : tiles);
     cut.visits = (size[0] == 1 ? p->B : 1) * (size[1] == 1 ? p->H : 1) *
@@ -391,7 +388,7 @@ static dbias_cut cut_dbias(const orch_attention *p, const sizes *n)
         cut.visits = 0;
     }
     const int64_t owners = cut.tiles * cut.heads;
-    cut.chunks = owners > 0 ? whole(DBIAS_GROUPS, owners) : 1;
+    cut.chunks = owners > 0 ? orch_ceil_div(DBIAS_GROUPS, owners) : 1;
     cut.chunks = cut.chunks < cut.visits ? cut.chunks : cut.visits;
     cut.chunks = cut.chunks > 1 ? cut.chunks : 1;
     return cut;
@@ -407,7 +404,7 @@ static void plan_dbias(orch_gpu_plan *plan, const orch_attention *p, const sizes
                cut->heads, cut->chunks);
     if (cut->chunks > 1) {
         add_launch(plan, "attention_dbias_sum", orch_text_attention_backward_dbias_k, p, n, 1,
-                   whole(cut->elements, n->bq), 1, 1);
+                   orch_ceil_div(cut->elements, n->bq), 1, 1);
     }
 }
 
@@ -434,7 +431,7 @@ const char *orch_attention_backward_gpu_plan(const void *problem, const orch_dev
     plan->scratch_bytes[0] = (size_t)(queries ? p->H * p->total_t : 1) * 16;
     plan->scratch_bytes[1] = (size_t)(cut.chunks > 1 ? cut.chunks * cut.elements : 0) * 8;
 
-    const int64_t row_blocks = queries ? whole(p->H / p->G * p->T, n.bq) : 0;
+    const int64_t row_blocks = queries ? orch_ceil_div(p->H / p->G * p->T, n.bq) : 0;
     const bool keys = (p->dk.present || p->dv.present) && p->B > 0 && orch_attention_has_keys(p);
     const bool matrix = orch_attention_has_matrix(&n, caps) && !is_decode(p);
     if (queries && (!matrix || p->dbias.present || p->dsinks.present)) {
@@ -447,7 +444,7 @@ const char *orch_attention_backward_gpu_plan(const void *problem, const orch_dev
     }
     if (!matrix && keys) {
         add_launch(plan, "attention_dkv", orch_text_attention_backward_dkv_k, p, &n, 1,
-                   whole(p->S, n.bq), p->G, p->B);
+                   orch_ceil_div(p->S, n.bq), p->G, p->B);
     }
     if (p->dbias.present) {
         plan_dbias(plan, p, &n, &cut);

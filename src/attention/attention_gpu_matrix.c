@@ -6,6 +6,7 @@
  * owns are N / 4 registers. Apple's GPUs have 128 of 32 bits for a thread, of which addresses and
  * what is being computed need some 32. */
 #include "attention/attention_gpu.h"
+#include "core/numbers.h"
 
 extern const char orch_text_attention_forward_matrix_k[],
     orch_text_attention_backward_delta_matrix_k[], orch_text_attention_backward_dq_matrix_k[],
@@ -30,11 +31,6 @@ bool orch_attention_has_matrix(const orch_attention_sizes *n, const orch_device_
 static int64_t group_rows(const orch_attention_sizes *m)
 {
     return m->bq / SIMD_WIDTH * 8 * m->rb;
-}
-
-static int64_t whole(int64_t count, int64_t size)
-{
-    return (count + size - 1) / size;
 }
 
 /* A kernel that has so many numbers for each row: own rows, sums, and `blocks` times bk scores. Two
@@ -62,7 +58,7 @@ void orch_attention_matrix_forward(orch_gpu_plan *plan, const orch_attention *p,
     const orch_attention_sizes m = matrix_sizes(p, n, n->dp, n->ep, 1);
     orch_attention_add_launch(plan, "attention_forward_matrix",
                               orch_text_attention_forward_matrix_k, p, &m, 0,
-                              whole(p->H / p->G * p->T, group_rows(&m)), p->G, p->B);
+                              orch_ceil_div(p->H / p->G * p->T, group_rows(&m)), p->G, p->B);
 }
 
 static void plan_dkv(orch_gpu_plan *plan, const orch_attention *p, const orch_attention_sizes *n,
@@ -72,7 +68,7 @@ static void plan_dkv(orch_gpu_plan *plan, const orch_attention *p, const orch_at
     m.makes = makes;
     orch_attention_add_launch(plan, "attention_dkv_matrix",
                               orch_text_attention_backward_dkv_matrix_k, p, &m, 1,
-                              whole(p->S, group_rows(&m)), p->G, p->B);
+                              orch_ceil_div(p->S, group_rows(&m)), p->G, p->B);
 }
 
 void orch_attention_matrix_backward(orch_gpu_plan *plan, const orch_attention *p,
@@ -84,13 +80,13 @@ void orch_attention_matrix_backward(orch_gpu_plan *plan, const orch_attention *p
         m.rb = 1;
         orch_attention_add_launch(plan, "attention_delta_matrix",
                                   orch_text_attention_backward_delta_matrix_k, p, &m, 1,
-                                  whole(rows, group_rows(&m)), p->G, p->B);
+                                  orch_ceil_div(rows, group_rows(&m)), p->G, p->B);
     }
     if (queries && p->dq.present) {
         const orch_attention_sizes m = matrix_sizes(p, n, n->dp + n->ep, n->dp, 2);
         orch_attention_add_launch(plan, "attention_dq_matrix",
                                   orch_text_attention_backward_dq_matrix_k, p, &m, 1,
-                                  whole(rows, group_rows(&m)), p->G, p->B);
+                                  orch_ceil_div(rows, group_rows(&m)), p->G, p->B);
     }
     if (keys && n->dp + n->ep <= MOST_HEADS) {
         plan_dkv(plan, p, n, n->dp + n->ep, 3);

@@ -212,11 +212,11 @@ static double delta(const place *at, int64_t i)
 {
     const orch_attention *p = at->p;
     const int64_t row = query_row(at, &p->out, i), drow = query_row(at, &p->dout, i);
-    const bool blind = sees_nothing(at, i);
+    const bool fully_masked = sees_nothing(at, i);
     double sum = 0;
     for (int64_t e = 0; e < p->E; e++) {
         const double out = load(&p->out, row + e * p->out.column);
-        sum += blind && out == 0 ? 0 : out * load(&p->dout, drow + e * p->dout.column);
+        sum += fully_masked && out == 0 ? 0 : out * load(&p->dout, drow + e * p->dout.column);
     }
     return p->dlse.present ? sum - load(&p->dlse, query_row(at, &p->dlse, i)) : sum;
 }

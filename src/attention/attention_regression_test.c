@@ -104,13 +104,14 @@ static void lse_not_wanted(void)
 
 /* ---- Rows that see nothing ------------------------------------------------------------------- */
 
-/* Rows [0, blind) of every head: out 0, dq 0, lse -inf or the sink; no NaN anywhere. */
-static void check_blind_rows(const problem *p, int64_t blind)
+/* Rows [0, fully_masked) of every head: out 0, dq 0, lse -inf or the sink; no NaN anywhere. */
+static void check_fully_masked_rows(const problem *p, int64_t fully_masked)
 {
     const attention_case *c = &p->c;
     int64_t wrong = 0;
-    for (int64_t n = 0; n < c->B * c->H * blind; n++) {
-        const int64_t b = n / (c->H * blind), h = n / blind % c->H, i = n % blind;
+    for (int64_t n = 0; n < c->B * c->H * fully_masked; n++) {
+        const int64_t b = n / (c->H * fully_masked), h = n / fully_masked % c->H,
+                      i = n % fully_masked;
         const double lse = c->sinks ? box_get(&p->box[SINKS], 0, h, 0, 0) : -INFINITY;
         for (int64_t d = 0; d < c->E; d++) {
             wrong += box_get(&p->box[OUT], b, h, i, d) != 0;
@@ -145,19 +146,19 @@ static void fully_masked_rows(void)
                                       .dlse = 1,
                                       .gradients = GRAD_QKV | (sinks ? GRAD_SINKS : 0) |
                                                    (kind == 3 ? GRAD_BIAS : 0)};
-            const int64_t blind = kind == 0 ? 29 : kind == 1 ? 17 : kind == 2 ? 40 : 5;
+            const int64_t fully_masked = kind == 0 ? 29 : kind == 1 ? 17 : kind == 2 ? 40 : 5;
             const operand name = kind == 3 ? BIAS : MASK;
             problem p;
             problem_make(&p, &c, 5);
             for (int64_t n = 0; p.box[name].present && n < box_elements(&p.box[name]); n++) {
                 int64_t i[4];
                 box_index(&p.box[name], n, i);
-                if (i[2] < blind) {
+                if (i[2] < fully_masked) {
                     box_set_nth(&p.box[name], n, kind == 3 ? -INFINITY : 0);
                 }
             }
             check_against_ref(&p, tested, c.name);
-            check_blind_rows(&p, blind);
+            check_fully_masked_rows(&p, fully_masked);
             problem_free(&p);
         }
     }

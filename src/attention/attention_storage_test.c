@@ -342,7 +342,7 @@ static void check_run(problem *p, unsigned moved, storage kind, const problem *w
     outputs_reset(p, UNTOUCHED);
     move_all(p, moved, kind, at);
     orchard_memory_report(&before);
-    (void)orchard_ctx_sync(NULL); /* its sentence stays until another call fails */
+    (void)orchard_ctx_sync(NULL); /* its message stays until another call fails */
     if (run_explained(p, takes, what)) {
         CHECK_FAIL("%s: %s", what, orchard_last_error());
     } else if (strcmp(takes, backend) == 0) {

@@ -6,7 +6,7 @@
  *             that backward gets; half an ulp of what the sums' terms amount to, for where they
  *             cancel (see formula_terms);
  *   bits      the same with 1, 2 and 7 threads, on every instruction set, and for a split batch;
- *   manners   inputs unchanged, nothing written beside an output; a context with all backends in
+ *   effects   inputs unchanged, nothing written beside an output; a context with all backends in
  *             their usual order runs the case, and report counts what explain told before: who ran,
  *             and why whoever comes before did not.
  *
@@ -262,7 +262,7 @@ static void check_tallies(void)
         worst_share, worst_label);
 }
 
-/* ---- Manners --------------------------------------------------------------------------------- */
+/* ---- Side effects --------------------------------------------------------------------------- */
 
 static uint64_t inputs_hash(const problem *p)
 {

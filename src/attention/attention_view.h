@@ -1,5 +1,5 @@
 /* From a tensor of the call to its view, for attention_check.c. Each refuses what does not fit, in
- * a sentence that names the operation and the operand. */
+ * a message that names the operation and the operand. */
 #ifndef ORCH_ATTENTION_VIEW_H
 #define ORCH_ATTENTION_VIEW_H
 

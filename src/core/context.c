@@ -220,7 +220,7 @@ orchard_status orchard_ctx_device(orchard_ctx *ctx, const char *backend, orchard
                          "ctx_device: backend is \"%.64s\", which runs on no device", backend);
     }
     const orch_device *device = orch_ctx_device(ctx, found->device_kind);
-    if (!device) { /* asked once more for the sentence, which is remembered */
+    if (!device) { /* asked once more for the message, which is remembered */
         orch_device *late = orch_device_open(found->device_kind, &ctx->device_request);
         orch_device_close(late);
         return ORCHARD_ERROR_DEVICE;

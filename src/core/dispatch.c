@@ -23,7 +23,7 @@ static const char not_fetched[] = "an operand could not be copied to the host";
 static const char was_lost[] = "the device was lost";
 
 /* A call on its way: its own copy of the args, and what was found out about them. */
-typedef struct journey {
+typedef struct call_state {
     alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE];
     alignas(max_align_t) unsigned char problem[ORCH_MAX_PROBLEM_SIZE];
     orch_operand operands[ORCH_MAX_OPERANDS];
@@ -36,7 +36,7 @@ typedef struct journey {
     const orch_backend *routed[ORCHARD_MAX_BACKENDS]; /* where a tune file says in which order */
     bool wanted;                   /* a record of the call, for what happened to it */
     char story[ORCH_RECORD_STORY]; /* what happened, in lines; only with a watch */
-} journey;
+} call_state;
 
 static const char *ask(const orch_call *call, size_t *scratch_bytes)
 {
@@ -57,14 +57,14 @@ static void debug_line(const orch_call *call, const char *what)
 
 /* ---- Before any backend ---------------------------------------------------------------------- */
 
-static orchard_status check(journey *j)
+static orchard_status check(call_state *j)
 {
     const orch_op_entry *entry = &orch_op_entries[j->call.op];
     return entry->check(j->call.ctx, j->args, j->problem);
 }
 
 /* Copies and checks the args; j->copies is to be freed whatever happens. */
-static orchard_status start(journey *j, orchard_ctx *ctx, orch_op op, const void *args)
+static orchard_status start(call_state *j, orchard_ctx *ctx, orch_op op, const void *args)
 {
     const orch_op_entry *entry = &orch_op_entries[op];
     j->copies = (orch_copies){.ctx = ctx};
@@ -93,7 +93,7 @@ static orchard_status start(journey *j, orchard_ctx *ctx, orch_op op, const void
 }
 
 /* One line more for the record; what does not fit is left out. */
-__attribute__((format(printf, 2, 3))) static void tell(journey *j, const char *format, ...)
+__attribute__((format(printf, 2, 3))) static void tell(call_state *j, const char *format, ...)
 {
     const size_t length = strlen(j->story), room = sizeof j->story - length;
     va_list arguments;
@@ -108,7 +108,7 @@ __attribute__((format(printf, 2, 3))) static void tell(journey *j, const char *f
 }
 
 /* Everything to where the CPU sees it; devices are waited for. */
-static orchard_status fetch(journey *j)
+static orchard_status fetch(call_state *j)
 {
     bool moved;
     if (j->on_host) {
@@ -126,7 +126,7 @@ static orchard_status fetch(journey *j)
 /* ---- One backend's try ----------------------------------------------------------------------- */
 
 /* Runs on the host, with what lies in private memory copied there and back. */
-static orchard_status run_on_host(journey *j, void *scratch, const char **reason)
+static orchard_status run_on_host(call_state *j, void *scratch, const char **reason)
 {
     const orch_call *call = &j->call;
     const orchard_status fetched = fetch(j);
@@ -141,7 +141,7 @@ static orchard_status run_on_host(journey *j, void *scratch, const char **reason
 }
 
 /* A device that failed and is not lost has written nothing. */
-static orchard_status run_on_device(journey *j, const char **reason)
+static orchard_status run_on_device(call_state *j, const char **reason)
 {
     const orch_call *call = &j->call;
     const orchard_status status = call->backend->slots[call->op]->run(call, NULL);
@@ -158,7 +158,7 @@ static orchard_status run_on_device(journey *j, const char **reason)
 }
 
 /* *reason is set when the next backend may have the call; the status says what went wrong. */
-static orchard_status attempt(journey *j, const char **reason)
+static orchard_status attempt(call_state *j, const char **reason)
 {
     const orch_call *call = &j->call;
     size_t scratch_bytes;
@@ -183,9 +183,9 @@ static orchard_status no_backend(const orch_call *call, const char *reason, orch
     snprintf(why, sizeof why, "%s", orchard_last_error());
     const bool more = strcmp(why, reason) != 0;
     return orch_fail(
-        status, "%s: %s did not take the call (%s%s%s)%s", orch_op_entries[call->op].name,
+        status, "%s: %s cannot run this call: %s%s%s%s", orch_op_entries[call->op].name,
         call->backend->name, reason, more ? ": " : "", more ? why : "",
-        call->ctx->strict ? " and strict forbids a fallback" : " and no other backend is left");
+        call->ctx->strict ? "; strict forbids a fallback" : "; no other backend is left");
 }
 
 /* ---- The call -------------------------------------------------------------------------------- */
@@ -209,7 +209,7 @@ static orchard_status check_devices(const orchard_ctx *ctx, orch_op op, bool cou
 
 /* Those that a tune file put behind the one that takes the call, though the context prefers them:
  * place n of them; NULL past the last. */
-static const orch_backend *passed_over(const journey *j, int32_t taker, int32_t n)
+static const orch_backend *passed_over(const call_state *j, int32_t taker, int32_t n)
 {
     const orchard_ctx *ctx = j->call.ctx;
     for (int32_t i = 0; i < ctx->backend_count && ctx->backends[i] != j->order[taker]; i++) {
@@ -224,7 +224,7 @@ static const orch_backend *passed_over(const journey *j, int32_t taker, int32_t 
     return NULL;
 }
 
-static void count_route(const journey *j, int32_t taker)
+static void count_route(const call_state *j, int32_t taker)
 {
     const orch_backend *backend;
     orch_route_count(j->watch->route);
@@ -233,7 +233,7 @@ static void count_route(const journey *j, int32_t taker)
     }
 }
 
-static orchard_status run(journey *j)
+static orchard_status run(call_state *j)
 {
     orchard_ctx *ctx = j->call.ctx;
     for (int32_t i = 0; i < ctx->backend_count; i++) {
@@ -261,7 +261,7 @@ static orchard_status run(journey *j)
 
 /* ---- Audit and record ------------------------------------------------------------------------ */
 
-static orchard_status deviation(journey *j, const orch_audit_output *worst)
+static orchard_status deviation(call_state *j, const orch_audit_output *worst)
 {
     const int64_t *at = worst->index;
     return orch_fail(ORCHARD_ERROR_INTERNAL,
@@ -272,7 +272,7 @@ static orchard_status deviation(journey *j, const orch_audit_output *worst)
 }
 
 /* A call that ran is judged by its outputs; one whose operands cannot be read is not. */
-static orchard_status audit(journey *j)
+static orchard_status audit(call_state *j)
 {
     const orch_audit_fn look = orch_op_entries[j->call.op].audit;
     orch_audit_report report = {0};
@@ -298,7 +298,7 @@ static orchard_status audit(journey *j)
     return j->call.ctx->strict ? status : ORCHARD_OK;
 }
 
-static void tell_all(journey *j)
+static void tell_all(call_state *j)
 {
     const orchard_ctx *ctx = j->call.ctx;
     orchard_report_line lines[32];
@@ -319,7 +319,7 @@ static void tell_all(journey *j)
 }
 
 /* Whether it worked is a debug line: a record that cannot be written must not fail the call. */
-static orchard_status record(journey *j, const char *path)
+static orchard_status record(call_state *j, const char *path)
 {
     orchard_status status = fetch(j);
     if (!status) {
@@ -334,34 +334,34 @@ static orchard_status record(journey *j, const char *path)
     return status;
 }
 
-/* What the watch asks for; the call's own sentence survives it. */
-static orchard_status look_after(journey *j, orchard_status status)
+/* What the watch asks for; the call's own message survives it. */
+static orchard_status look_after(call_state *j, orchard_status status)
 {
-    char sentence[ORCH_SENTENCE], path[640], told[680];
+    char message[ORCH_MESSAGE], path[640], told[680];
     if (!status && orch_watch_audits(j->watch)) {
         status = audit(j);
     }
     if (j->watch->record && (j->wanted || j->watch->record_all) &&
         orch_watch_record_path(j->watch, path, sizeof path)) {
-        orch_sentence_keep(sentence);
+        orch_message_keep(message);
         snprintf(told, sizeof told, "recorded in %s", path);
         debug_line(&j->call, record(j, path) ? orchard_last_error() : told);
-        orch_sentence_restore(sentence);
+        orch_message_restore(message);
     }
     return status;
 }
 
 orchard_status orch_dispatch(orchard_ctx *ctx, orch_op op, const void *args)
 {
-    journey j;
-    char before[ORCH_SENTENCE];
+    call_state j;
+    char before[ORCH_MESSAGE];
     const char *name = orch_op_entries[op].name;
     if (!ctx || !args) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s is NULL", name, ctx ? "args" : "ctx");
     }
     ctx->ran = NULL, ctx->fell_back = NULL;
     ORCH_TRY(check_devices(ctx, op, true));
-    orch_sentence_keep(before);
+    orch_message_keep(before);
     orchard_status status = start(&j, ctx, op, args);
     if (!status) {
         status = run(&j);
@@ -373,14 +373,14 @@ orchard_status orch_dispatch(orchard_ctx *ctx, orch_op op, const void *args)
     }
     orch_copies_free(&j.copies);
     if (!status) {
-        orch_sentence_restore(before);
+        orch_message_restore(before);
     }
     return status;
 }
 
 /* ---- Explain, and other questions about a call ----------------------------------------------- */
 
-static void explain_route(const journey *j, int32_t taker, orchard_explanation *explanation)
+static void explain_route(const call_state *j, int32_t taker, orchard_explanation *explanation)
 {
     const orch_backend *backend;
     for (int32_t n = 0; j->order == j->routed && (backend = passed_over(j, taker, n)); n++) {
@@ -389,7 +389,7 @@ static void explain_route(const journey *j, int32_t taker, orchard_explanation *
     }
 }
 
-static void explain(journey *j, orchard_explanation *explanation)
+static void explain(call_state *j, orchard_explanation *explanation)
 {
     const orchard_ctx *ctx = j->call.ctx;
     memset(explanation, 0, sizeof *explanation);
@@ -427,7 +427,7 @@ orchard_status orch_op_find(const char *call, const char *name, orch_op *op)
 orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *args,
                                orchard_explanation *explanation)
 {
-    journey j;
+    call_state j;
     if (!ctx || !op || !args || !explanation) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "explain: %s is NULL",
                          !ctx    ? "ctx"
@@ -449,7 +449,7 @@ orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *arg
 orchard_status orchard_tune_class(orchard_ctx *ctx, const char *op, const void *args, char *text,
                                   size_t bytes)
 {
-    journey j;
+    call_state j;
     orch_op found;
     char class[ORCH_ROUTE_CLASS];
     if (!ctx || !op || !args || !text) {
@@ -472,7 +472,7 @@ orchard_status orchard_tune_class(orchard_ctx *ctx, const char *op, const void *
 orchard_status orchard_record_write(orchard_ctx *ctx, const char *path, const char *op,
                                     const void *args)
 {
-    journey j;
+    call_state j;
     orch_op found;
     if (!ctx || !path || !op || !args) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "record_write: %s is NULL",

@@ -75,7 +75,7 @@ typedef struct orch_op_entry {
 extern const orch_op_entry orch_op_entries[ORCH_OP_COUNT];
 extern const orch_backend *const orch_backends[]; /* best first, NULL at the end */
 
-/* The operation of that name; `call` goes into the sentence when there is none. */
+/* The operation of that name; `call` goes into the message when there is none. */
 orchard_status orch_op_find(const char *call, const char *name, orch_op *op);
 
 /* Check, then plan and run on the first backend that takes the call. */

@@ -96,7 +96,7 @@ static int32_t keeper_of(const span *of, int32_t i)
 }
 
 /* A host copy of `bytes` of operand i's private memory, from `offset` on. The first Orchard's users
- * look for these sentences. */
+ * look for these messages. */
 static orchard_status copy_private(const char *op, const orch_operand *operand, int32_t i,
                                    size_t offset, size_t bytes, orch_copies *copies)
 {
@@ -306,7 +306,7 @@ orchard_status orch_operands_fetch(const char *op, const orch_operand *operands,
     return ORCHARD_OK;
 }
 
-/* The sentence for Metal is one that the first Orchard's users look for. */
+/* The message for Metal is one that the first Orchard's users look for. */
 static orchard_status not_stored(const char *op, const orch_operand *operand)
 {
     orch_device *device = operand->buffer->device;

@@ -57,7 +57,7 @@ typedef struct orch_record {
 orchard_status orch_record_write(orchard_ctx *ctx, const char *path, const orch_recording *call);
 
 /* Checks everything: lengths, checksum, names, dtypes, sizes and strides against the bytes that are
- * there. Takes no more memory than the file has bytes. `name` stands in sentences. The record is to
+ * there. Takes no more memory than the file has bytes. `name` stands in messages. The record is to
  * be freed only after success. */
 orchard_status orch_record_parse(orchard_ctx *ctx, const char *name, const unsigned char *bytes,
                                  size_t count, orch_record *record);

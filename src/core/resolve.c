@@ -64,7 +64,7 @@ static orchard_status bind_region(orchard_ctx *ctx, orch_device *device, orch_re
 {
     const size_t bytes = (size_t)(region->end - region->begin);
     const size_t align = device->caps.wrap_alignment;
-    /* Not asked where it would refuse: a call that succeeds leaves the last sentence alone. */
+    /* Not asked where it would refuse: a call that succeeds leaves the last message alone. */
     if (align && (uintptr_t)region->begin % align == 0 && bytes % align == 0 &&
         device->class->wrap_host(device, region->begin, bytes, &region->memory) == ORCHARD_OK) {
         region->wrapped = true;

@@ -11,7 +11,7 @@ typedef struct orch_route orch_route;
 
 #define ORCH_ROUTE_CLASS 96 /* bytes of "op class", with the 0 at the end */
 
-/* Reads and checks the whole file; the sentence names the line that is wrong. */
+/* Reads and checks the whole file; the message names the line that is wrong. */
 orchard_status orch_route_load(orchard_ctx *ctx, const char *path, orch_route **route);
 void orch_route_free(orchard_ctx *ctx, orch_route *route);
 

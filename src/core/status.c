@@ -1,11 +1,11 @@
-/* Status codes, their names, the thread's last sentence, and the library's version. */
+/* Status codes, their names, the thread's last message, and the library's version. */
 #include "core/status.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
-static _Thread_local char sentence[ORCH_SENTENCE];
+static _Thread_local char message[ORCH_MESSAGE];
 
 /* How many bytes the letter has that begins here, by Unicode's table 3-7; 0: this is no UTF-8. */
 static int letter(const unsigned char *text)
@@ -45,25 +45,25 @@ orchard_status orch_fail(orchard_status status, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(sentence, sizeof sentence, format, arguments);
+    vsnprintf(message, sizeof message, format, arguments);
     va_end(arguments);
-    keep_utf8(sentence);
+    keep_utf8(message);
     return status;
 }
 
-void orch_sentence_keep(char kept[ORCH_SENTENCE])
+void orch_message_keep(char kept[ORCH_MESSAGE])
 {
-    memcpy(kept, sentence, sizeof sentence);
+    memcpy(kept, message, sizeof message);
 }
 
-void orch_sentence_restore(const char kept[ORCH_SENTENCE])
+void orch_message_restore(const char kept[ORCH_MESSAGE])
 {
-    memcpy(sentence, kept, sizeof sentence);
+    memcpy(message, kept, sizeof message);
 }
 
 const char *orchard_last_error(void)
 {
-    return sentence;
+    return message;
 }
 
 const char *orchard_status_name(orchard_status status)

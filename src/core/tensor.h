@@ -14,7 +14,7 @@ bool orch_tensor_present(const orchard_tensor *tensor);
 uint64_t orch_tensor_extent(const orchard_tensor *tensor);
 
 /* Refuses what no operation can use: a bad rank or dtype, negative sizes or strides, offsets that
- * leave 63 bits, a NULL or misaligned pointer. `op` and `name` go into the sentence. */
+ * leave 63 bits, a NULL or misaligned pointer. `op` and `name` go into the message. */
 orchard_status orch_tensor_check(const char *op, const char *name, const orchard_tensor *tensor);
 
 /* Refuses an output in which two indices share an element. */

@@ -16,7 +16,7 @@ typedef struct kernel_entry {
     struct kernel_entry *next;
     orch_kernel *kernel;
     orchard_status status;
-    char *sentence;     /* why, behind the text in the same memory */
+    char *message;      /* why, behind the text in the same memory */
     size_t name_length; /* the name begins `strings`, the text follows */
     size_t text_length;
     char strings[];
@@ -49,16 +49,16 @@ static kernel_entry *find_kernel(struct orch_device_shared *shared, const char *
 
 static kernel_entry *make_entry(const char *name, const char *text, orchard_status status)
 {
-    const char *sentence = status == ORCHARD_OK ? "" : orchard_last_error();
-    size_t name_length = strlen(name), text_length = strlen(text), length = strlen(sentence);
+    const char *message = status == ORCHARD_OK ? "" : orchard_last_error();
+    size_t name_length = strlen(name), text_length = strlen(text), length = strlen(message);
     kernel_entry *entry = malloc(sizeof *entry + name_length + text_length + length + 3);
     if (entry) {
         *entry = (kernel_entry){
             .status = status, .name_length = name_length, .text_length = text_length};
         memcpy(entry->strings, name, name_length + 1);
         memcpy(entry->strings + name_length + 1, text, text_length + 1);
-        entry->sentence = entry->strings + name_length + text_length + 2;
-        memcpy(entry->sentence, sentence, length + 1);
+        entry->message = entry->strings + name_length + text_length + 2;
+        memcpy(entry->message, message, length + 1);
     }
     return entry;
 }
@@ -68,7 +68,7 @@ static orchard_status no_memory(const char *name, size_t bytes)
     return orch_fail(ORCHARD_ERROR_MEMORY, "%s: no host memory for %zu bytes", name, bytes);
 }
 
-static const char same[] = "%s"; /* a sentence that was said before */
+static const char same[] = "%s"; /* a message that was said before */
 
 static orchard_status kernel_locked(orch_device *device, const char *name, const char *text,
                                     const orch_kernel **kernel)
@@ -78,7 +78,7 @@ static orchard_status kernel_locked(orch_device *device, const char *name, const
     if (entry) {
         *kernel = entry->kernel;
         return entry->status == ORCHARD_OK ? ORCHARD_OK
-                                           : orch_fail(entry->status, same, entry->sentence);
+                                           : orch_fail(entry->status, same, entry->message);
     }
     orch_kernel *made = NULL;
     orchard_status status = device->class->compile(device, name, text, &made);
@@ -131,8 +131,8 @@ static struct {
     orch_device *device; /* the default one, while open */
     pid_t pid;           /* 0: nobody asked yet */
     orchard_status status;
-    bool lost;          /* it was, once */
-    char sentence[512]; /* why the search failed, if status is not ORCHARD_OK; or why it was lost */
+    bool lost;         /* it was, once */
+    char message[512]; /* why the search failed, if status is not ORCHARD_OK; or why it was lost */
 } slots[ORCH_DEVICE_KINDS];
 
 void orch_device_lose(orch_device *device, const char *why)
@@ -177,7 +177,7 @@ static orchard_status open_kind(orch_device_kind kind, const orch_device_request
 static void note_loss(int32_t kind)
 {
     slots[kind].lost = true;
-    snprintf(slots[kind].sentence, sizeof slots[kind].sentence, "%s", slots[kind].device->lost_why);
+    snprintf(slots[kind].message, sizeof slots[kind].message, "%s", slots[kind].device->lost_why);
 }
 
 /* The default device, opened at the first call that asks for it. */
@@ -189,7 +189,7 @@ static orch_device *open_default(orch_device_kind kind, const orch_device_reques
     }
     if (slots[kind].lost) {
         orch_fail(ORCHARD_ERROR_DEVICE, "%s: the device was lost: %s", names[kind],
-                  slots[kind].sentence);
+                  slots[kind].message);
         return NULL;
     }
     if (device && device->shared->pid == getpid()) {
@@ -197,14 +197,14 @@ static orch_device *open_default(orch_device_kind kind, const orch_device_reques
         return device;
     }
     if (slots[kind].status != ORCHARD_OK) {
-        orch_fail(slots[kind].status, same, slots[kind].sentence);
+        orch_fail(slots[kind].status, same, slots[kind].message);
         return NULL;
     }
     orchard_status status = open_kind(kind, request, &device);
     slots[kind].device = device;
     if (status != ORCHARD_OK && status != ORCHARD_ERROR_MEMORY) {
         slots[kind].status = status;
-        snprintf(slots[kind].sentence, sizeof slots[kind].sentence, "%s", orchard_last_error());
+        snprintf(slots[kind].message, sizeof slots[kind].message, "%s", orchard_last_error());
     }
     return device;
 }

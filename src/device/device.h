@@ -7,9 +7,9 @@
  *
  * Work is done in two phases. Up to `commit` everything may fail and nothing has happened: commands
  * of an abandoned batch never run. After `commit` a failure is the device's: it is found by `wait`,
- * and from then on the device is lost: every later call fails with the same sentence.
+ * and from then on the device is lost: every later call fails with the same message.
  *
- * Failures return a status and leave the sentence (orch_fail), as everywhere. */
+ * Failures return a status and leave the message (orch_fail), as everywhere. */
 #ifndef ORCH_DEVICE_H
 #define ORCH_DEVICE_H
 
@@ -126,7 +126,7 @@ typedef struct orch_device_request {
 } orch_device_request;
 
 /* Opens the default device of a kind, or finds it open; or one for what the caller handed over, the
- * same one for the same objects. NULL and the sentence: there is none, and why; a failed search for
+ * same one for the same objects. NULL and the message: there is none, and why; a failed search for
  * the default is remembered, so that asking again costs nothing. Pairs with orch_device_close. */
 orch_device *orch_device_open(orch_device_kind kind, const orch_device_request *request);
 void orch_device_close(orch_device *device);
@@ -144,7 +144,7 @@ void orch_device_lose(orch_device *device, const char *why);
 orchard_status orch_device_kernel(orch_device *device, const char *name, const char *text,
                                   const orch_kernel **kernel);
 
-/* Implemented by opencl_device.c and metal_device.c; the sentence says what is missing. */
+/* Implemented by opencl_device.c and metal_device.c; the message says what is missing. */
 orchard_status orch_opencl_open(const orch_device_request *request, orch_device **device);
 orchard_status orch_metal_open(const orch_device_request *request, orch_device **device);
 

@@ -169,7 +169,7 @@ typedef struct orch_opencl_survey {
         const char *refused;     /* why it cannot; NULL: it can */
     } of[ORCH_OPENCL_MAX_DEVICES];
     int32_t count;
-    int32_t chosen;        /* -1: none, and the sentence says why */
+    int32_t chosen;        /* -1: none, and the message says why */
     const char *chosen_by; /* what decided */
 } orch_opencl_survey;
 

@@ -4,7 +4,7 @@
  *
  * Each storage is a buffer of exactly its length, so that the stand-in sees every access behind it;
  * bytes are copied in before and out after the dispatch, by blits where the storage is private.
- * Functions return NULL or 0 on failure, with the sentence in `why`. */
+ * Functions return NULL or 0 on failure, with the message in `why`. */
 #include "device/metal_messages.h"
 
 #include <dlfcn.h>

@@ -64,10 +64,10 @@ def bfloat16_sum(score):
 def softmax(score, fault):
     if fault == "sum kept in bfloat16" and score.shape[-1]:
         return bfloat16_sum(score)
-    if fault == "blind rows are NaN":
+    if fault == "fully masked rows are NaN":
         return torch.softmax(score, -1)
-    blind = (score == -math.inf).all(-1, keepdim=True)
-    return torch.softmax(score.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+    fully_masked = (score == -math.inf).all(-1, keepdim=True)
+    return torch.softmax(score.masked_fill(fully_masked, 0.0), -1).masked_fill(fully_masked, 0.0)
 
 
 def dropped(weight, p, fault):

@@ -86,7 +86,7 @@ def test_a_stride_between_elements_is_refused():
     assert described(record["b"])[2] == (6,)
 
 
-def test_negative_strides_get_c_s_sentence():
+def test_negative_strides_get_c_s_message():
     q = numbers(1, 2, 3, 4)
     with pytest.raises(orchard.LayoutError, match="_forward: q has stride -4 in dimension"):
         orchard.attention_forward(q[:, :, ::-1], q, q)

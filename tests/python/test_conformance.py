@@ -50,7 +50,7 @@ FAULTS = [
     ("one mask for all calls", "dropout draws anew", "dropout's gradient"),
     ("query strides ignored", "permuted q, k, v", "plain"),
     ("strides of the gradient ignored", "permuted gradient", "plain"),
-    ("blind rows are NaN", "blind rows", "boolean mask"),
+    ("fully masked rows are NaN", "fully masked rows", "boolean mask"),
     ("last partial block lost", "decoding", "one of each"),
     ("elementwise backward", "plain", "padded batch without gradient"),
     ("mask turned round", "boolean mask", "additive mask"),
@@ -171,7 +171,7 @@ def test_torch_passes_what_the_kit_takes_for_granted():
     """The judge against somebody else's implementation: torch's explicit path."""
     target = find("torch-math")
     for name in ("plain", "causal", "cross attention", "grouped heads", "additive mask",
-                 "blind rows", "gradient of an additive mask", "double backward",
+                 "fully masked rows", "gradient of an additive mask", "double backward",
                  "dropout's gradient", "head size of v differs"):
         assert BY_NAME[name].run(target).outcome == "passes", name
 
@@ -215,7 +215,7 @@ def test_a_module_that_speaks_without_ending_its_line(folder):
         "scale 1": "passes", "plain": "crashes"}
 
 
-def test_a_module_that_cannot_be_imported_is_a_sentence(folder, monkeypatch, capfd):
+def test_a_module_that_cannot_be_imported_is_a_message(folder, monkeypatch, capfd):
     """Isolated, neither a crash nor a hang of it is one of the command."""
     (folder / "planted_aborting.py").write_text("import os\nos.abort()\n")
     (folder / "planted_waiting.py").write_text("import time\ntime.sleep(600)\n")
@@ -288,7 +288,7 @@ def shell(line, **environment):
     ("--only 'scale 1' >/dev/full", "the output"),
     ("--only 'scale 1' --json /dev/full >/dev/null", "/dev/full"),
     ("--only 'scale 1' --markdown /dev/full >/dev/null", "/dev/full")])
-def test_output_that_cannot_be_written_is_a_sentence(words, what):
+def test_output_that_cannot_be_written_is_a_message(words, what):
     assert shell(f"conformance {words}") == (
         2, "", f"conformance: {what} could not be written: No space left on device\n")
 

@@ -404,7 +404,7 @@ def test_names_of_backends_that_no_backend_has(name):
         orchard.attention_forward(q, q, q, backend=name)
 
 
-def test_sentences_with_foreign_bytes():
+def test_messages_with_foreign_bytes():
     """Of the environment, where a name may be anything but 0."""
     code = ("import numpy as np, orchard\nq = np.ones((1, 1, 2, 2), np.float32)\n"
             "try: orchard.attention_forward(q, q, q)\n"

@@ -1,4 +1,4 @@
-"""20,000 random argument lists (hypothesis): each is computed or refused with a sentence; nothing else
+"""20,000 random argument lists (hypothesis): each is computed or refused with a message; nothing else
 happens.
 
 Runs in a process of its own, so that a crash is counted as what it is. Guard bytes around every output show writes outside; a refused call writes nothing.
@@ -139,10 +139,10 @@ def prepare():
             answer = "computed"
         except orchard.OrchardError as why:
             answer = type(why).__name__
-            sentence = str(why)
-            assert sentence.startswith(("attention_forward: ", "attention_backward: ",
-                                        "ctx_create: ")), sentence
-            assert len(sentence) > 25 and "\n" not in sentence, sentence
+            message = str(why)
+            assert message.startswith(("attention_forward: ", "attention_backward: ",
+                                        "ctx_create: ")), message
+            assert len(message) > 25 and "\n" not in message, message
         for (block, output), old in zip(blocks, before):
             new = block.tobytes()
             assert new[:guard] == old[:guard] and new[-guard:] == old[-guard:], "a guard was hit"

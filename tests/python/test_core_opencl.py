@@ -370,8 +370,8 @@ def says(explanation, taker, *asked):
 
 def refusal(op, reason, end="no other backend is left"):
     """What `watched` saw of a call that only opencl could have taken."""
-    sentence = f"{op}: opencl did not take the call ({reason}) and {end}"
-    return (orchard.UnsupportedError, sentence), {(op, "opencl", reason): 1}, (0, 0, 0, 0)
+    message = f"{op}: opencl cannot run this call: {reason} and {end}"
+    return (orchard.UnsupportedError, message), {(op, "opencl", reason): 1}, (0, 0, 0, 0)
 
 
 # ---- orchard's own calls -------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def test_a_strict_audits_error_arrives(saw, kernel):
         assert [counts[FORWARD, "opencl", None] for _, counts, _ in calls] == [1] * 4
         errors = [result for result, _, _ in calls if result[0] is orchard.InternalError]
         assert len(errors) == 2
-        assert all(sentence.startswith(f"{FORWARD}: audit: ") for _, sentence in errors)
+        assert all(message.startswith(f"{FORWARD}: audit: ") for _, message in errors)
     assert version == 4  # what an audit found wrong was written all the same
 
 
@@ -519,8 +519,8 @@ FALLBACK = {(FORWARD, "opencl", NO_DEVICE): 1, (FORWARD, "cpu", None): 1}
 
 
 def assert_lost(seen):
-    kind, sentence = seen[0]
-    assert kind is orchard.DeviceError and sentence.startswith("opencl: the device is lost: ")
+    kind, message = seen[0]
+    assert kind is orchard.DeviceError and message.startswith("opencl: the device is lost: ")
     assert seen[1][FORWARD, "opencl", LOST] == 1 and (FORWARD, "cpu", None) not in seen[1]
 
 
@@ -528,8 +528,8 @@ def assert_lost(seen):
 def test_after_a_loss_the_next_backend_goes_on(saw):
     seen = saw("on_a_gpu")
     assert_lost(seen["losing"])
-    kind, sentence = seen["graph"]  # it had saved what was given as out, which is undefined now
-    assert kind is RuntimeError and "modified by an inplace operation" in sentence
+    kind, message = seen["graph"]  # it had saved what was given as out, which is undefined now
+    assert kind is RuntimeError and "modified by an inplace operation" in message
     result, counts, memory = seen["lost"]
     assert FALLBACK.items() <= counts.items() and memory == (0, 0, 0, 0)
     assert np.array_equal(result[0], seen["cpu"][0][0])

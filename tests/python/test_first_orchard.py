@@ -206,11 +206,11 @@ def test_forward_mode_of_backward_by_hand():
     exact = tangents(lambda d, *x: torch.func.vjp(lambda *y: formula(*y, 0.5, True), *x)[1](d))
     for found, right in zip(tangents(lambda *x: orchard_ops.flash_attn_bwd(*x, *rest)), exact):
         close(found, right, torch.float64)
-    sentence = "do not pass through flash_attn_mps"
+    message = "do not pass through flash_attn_mps"
     for op in (OPS._flash_attn_bwd, OPS._flash_attn_bwd_dropout):
-        with pytest.raises(orchard.UnsupportedError, match=sentence):
+        with pytest.raises(orchard.UnsupportedError, match=message):
             tangents(lambda *x: op(*x, *rest))
-        with forward_ad.dual_level(), pytest.raises(orchard.UnsupportedError, match=sentence):
+        with forward_ad.dual_level(), pytest.raises(orchard.UnsupportedError, match=message):
             op(forward_ad.make_dual(dout, q), q, k, v, *rest)
 
 
@@ -308,7 +308,7 @@ def test_the_state_is_small():
 
 
 def refusal(change_mask=lambda mask: mask, change=None, **fields):
-    """The sentence for a mask that does not belong to the call."""
+    """The message for a mask that does not belong to the call."""
     given = dict(zip("qkv", (random(2, 3, 10, 8, seed=i) for i in range(3))),
                  scale=0.5, dropout_p=0.3, causal=True)
     mask = change_mask(orchard_ops.flash_attn_fwd(**given)[1])

@@ -106,7 +106,7 @@ def test_strict_makes_it_an_error(launcher, monkeypatch):  # noqa: F811
     monkeypatch.setenv("ORCHARD_STRICT", "1")
     with pytest.raises(orchard.UnsupportedError) as caught:
         attention(*placed)
-    assert str(caught.value) == (f"attention_forward: mps did not take the call ({F64}) and strict "
+    assert str(caught.value) == (f"attention_forward: mps cannot run this call: {F64} and strict "
                                  "forbids a fallback")
     assert counted(launcher) == [("attention_forward", F64, 1)]
     attention(*[x.float() for x in placed])  # what is served is served
@@ -647,7 +647,7 @@ def test_lengths_that_changed_their_places_are_checked_again():
         torch.ops.orchard.attention_backward(7, out, None, out, lse, q, k, k, *rest(cu_k, cu_q))
 
 
-def test_without_the_standin_these_tests_fail_with_a_sentence():
+def test_without_the_standin_these_tests_fail_with_a_message():
     for build, words in (("", "ORCHARD_BUILD is not set"), ("/nonexistent", "--target metal_standin")):
         child = subprocess.run([sys.executable, "-c", "import fake_mps; fake_mps.install()"],
                                env=dict(os.environ, ORCHARD_BUILD=build, PYTHONPATH=HERE),

@@ -358,7 +358,7 @@ def test_numbers_that_are_known_at_run_time_only():
     assert graphs.frame_count <= 2
 
 
-def test_errors_inside_compiled_code_are_sentences():
+def test_errors_inside_compiled_code_are_messages():
     call = torch.compile(lambda q, k, v: attention(q, k, v, softcap=-1.0), backend="aot_eager",
                          fullgraph=True)
     with pytest.raises(Exception, match="softcap is -1, must be positive"):

@@ -1,4 +1,4 @@
-"""Forward mode (torch.func.jvp, jacfwd, hessian, dual numbers): right values, or a sentence.
+"""Forward mode (torch.func.jvp, jacfwd, hessian, dual numbers): right values, or a message.
 
 Differences as judges, over all options, are in test_torch_ops.py (gradcheck's check_forward_ad and
 check_fwd_over_rev). Here: torch's own math path as judge, transforms inside transforms, the dropout
@@ -437,10 +437,10 @@ def test_slopes_have_no_tangent():
     def call(x):
         return attention(q, q, q, alibi_slopes=x)
 
-    sentence = "alibi_slopes has a forward-mode derivative"
+    message = "alibi_slopes has a forward-mode derivative"
     for refused in (lambda: jvp(call, (slopes,), (dslopes,)), lambda: jacfwd(call)(slopes),
                     lambda: vmap(lambda x: jvp(call, (x,), (x,)))(slopes.expand(3, 2))):
-        with pytest.raises(orchard.UnsupportedError, match=sentence):
+        with pytest.raises(orchard.UnsupportedError, match=message):
             refused()
-    with forward_ad.dual_level(), pytest.raises(orchard.UnsupportedError, match=sentence):
+    with forward_ad.dual_level(), pytest.raises(orchard.UnsupportedError, match=message):
         call(forward_ad.make_dual(slopes, dslopes))

@@ -1,4 +1,4 @@
-"""Nothing a caller passes may crash or be swallowed: a clear exception, the library's sentence."""
+"""Nothing a caller passes may crash or be swallowed: a clear exception, the library's message."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ def call(*tensors, **options):
 
 
 CASES = [
-    # what is passed, the exception, a part of its sentence
+    # what is passed, the exception, a part of its message
     (lambda: call(None, Q, Q), "Argument", "query is a NoneType, must be a tensor"),
     (lambda: call(Q, [1.0], Q), "Argument", "key is a list"),
     (lambda: call(Q, Q, "value"), "Argument", "value is a str"),
@@ -125,12 +125,12 @@ CASES = [
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: CASES[i][2][:40])
 @pytest.mark.parametrize("recording", [True, False])
 def test_misuse(case, recording):
-    do, kind, sentence = CASES[case]
+    do, kind, message = CASES[case]
     with torch.set_grad_enabled(recording), pytest.raises(Exception) as caught:
         do()
     assert type(caught.value) is getattr(_library, kind + "Error"), repr(caught.value)
     assert isinstance(caught.value, orchard.OrchardError)
-    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 # Numbers that lie in memory, layouts that meta does not have, two devices.
@@ -138,8 +138,8 @@ NOT_ON_META = ("key_lengths[1]", "cu_seqlens_q[1]", "max_t says", "layout", "nes
                "is on meta")
 
 
-@pytest.mark.parametrize("case", [i for i, (_, _, sentence) in enumerate(CASES)
-                                  if not any(words in sentence for words in NOT_ON_META)],
+@pytest.mark.parametrize("case", [i for i, (_, _, message) in enumerate(CASES)
+                                  if not any(words in message for words in NOT_ON_META)],
                          ids=lambda i: CASES[i][2][:40])
 @pytest.mark.parametrize("recording", [True, False])
 def test_misuse_on_meta(case, recording, monkeypatch):
@@ -341,15 +341,15 @@ for needs in (False, True):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="LD_PRELOAD is for Linux")
-def test_no_memory_for_a_context_has_its_own_sentence(tmp_path):
+def test_no_memory_for_a_context_has_its_own_message(tmp_path):
     """And not that of the call before."""
     (tmp_path / "no.c").write_text(NO_SPECIFIC)
     subprocess.run(["cc", "-shared", "-fPIC", str(tmp_path / "no.c"), "-o", str(tmp_path / "no.so"),
                     "-ldl"], check=True)
     done = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True,
                           timeout=120, env=dict(os.environ, LD_PRELOAD=str(tmp_path / "no.so")))
-    sentence = "attention_forward: no memory for this thread's context\n"
-    assert done.stdout == "ShapeError\n" + 2 * sentence, done.stdout + done.stderr
+    message = "attention_forward: no memory for this thread's context\n"
+    assert done.stdout == "ShapeError\n" + 2 * message, done.stdout + done.stderr
 
 
 UNKNOWN_BACKEND = """

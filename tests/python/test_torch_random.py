@@ -360,17 +360,17 @@ def prepare():
         try:
             answer = call(d)
         except orchard.OrchardError as why:
-            answer, sentence = type(why).__name__, str(why)
-            assert sentence.startswith("attention") and len(sentence) > 25, sentence
-            assert "\n" not in sentence, sentence
+            answer, message = type(why).__name__, str(why)
+            assert message.startswith("attention") and len(message) > 25, message
+            assert "\n" not in message, message
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as why:
-            # The ops are torch's to call: it refuses by the schema, and wraps kernel.c's sentences.
-            sentence = str(why)
-            ours = sentence.startswith("attention_")
-            assert call is not function or sentence.startswith(
-                "Inference tensors cannot be saved"), f"{type(why).__name__}: {sentence}"
-            assert ours or is_torchs(sentence), f"{type(why).__name__}: {sentence}"
-            answer = "a sentence by torch" if ours else "refused by torch"
+            # The ops are torch's to call: it refuses by the schema, and wraps kernel.c's messages.
+            message = str(why)
+            ours = message.startswith("attention_")
+            assert call is not function or message.startswith(
+                "Inference tensors cannot be saved"), f"{type(why).__name__}: {message}"
+            assert ours or is_torchs(message), f"{type(why).__name__}: {message}"
+            answer = "a message by torch" if ours else "refused by torch"
         for x, version in d.made:
             assert x._version == version, "an input was written to"
         return f"{call.__name__} on {d.device}: {answer}"
@@ -378,9 +378,9 @@ def prepare():
     return one
 
 
-def is_torchs(sentence):
+def is_torchs(message):
     """Whether these are words of torch's dispatcher about arguments and where they are."""
-    return any(words in sentence for words in (
+    return any(words in message for words in (
         "Expected a value of type", "Could not run", "expected at most", "cannot be converted",
         "Inference tensors", "Overflow", "does not have", "must be", "no kernel for MPS",
         "no fake impl or Meta kernel"))
@@ -415,7 +415,7 @@ def test_random_argument_lists():
     for kind in ("ArgumentError", "ShapeError", "DtypeError", "UnsupportedError"):
         assert counts[f"function on cpu: {kind}"] >= 100, counts
     for call in ("forward", "backward"):
-        assert counts[f"{call} on cpu: a sentence by torch"] >= 400, counts
+        assert counts[f"{call} on cpu: a message by torch"] >= 400, counts
         assert counts[f"{call} on cpu: refused by torch"] >= 100, counts
     if sys.platform.startswith("linux"):
         for what in ("computed", "computed and backward", "compared", "compared and backward"):

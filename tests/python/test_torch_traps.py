@@ -500,7 +500,7 @@ which_need_torch = pytest.mark.parametrize("package", [
 
 
 @which_need_torch
-def test_without_torch_one_sentence(package):
+def test_without_torch_one_message(package):
     done = run("import sys; sys.modules['torch'] = None\n"
                f"try:\n    import {package}\n"
                "except ImportError as e:\n    print(type(e).__name__, e)")
@@ -509,7 +509,7 @@ def test_without_torch_one_sentence(package):
 
 
 @which_need_torch
-def test_old_torch_one_sentence(package):
+def test_old_torch_one_message(package):
     done = run("import sys, types; t = types.ModuleType('torch'); t.__version__ = '2.1.0+cpu'\n"
                "sys.modules['torch'] = t\n"
                f"try:\n    import {package}\n"

@@ -64,7 +64,7 @@ def test_t5gemma2_which_joins_two_masks():
 
 
 def described(form, window):
-    """A mask of "orchard" for 2 sentences of 14 tokens."""
+    """A mask of "orchard" for 2 messages of 14 tokens."""
     config = MODELS["mistral"][1]()
     config.sliding_window = window
     keys = padding("left" if form == "keys" else "right")[:2].bool()
@@ -99,7 +99,7 @@ CHANGES = {
     "fewer keys": lambda mask: mask[:, 1:],
     "copied and cut": lambda mask: mask.contiguous()[..., 1:],
     "copied and padded": lambda mask: torch.nn.functional.pad(mask.contiguous(), (0, 1)),
-    "one sentence": lambda mask: mask[:1, 1:],
+    "one message": lambda mask: mask[:1, 1:],
     "added to": lambda mask: mask + 1,
     "as float": lambda mask: mask.float(),
     "as bool": lambda mask: mask.bool(),
@@ -125,7 +125,7 @@ def test_a_changed_mask_never_passes(form, window, compiled):
     assert torch.equal(run(mask.contiguous()), want)  # generate copies masks
     for name, change in CHANGES.items():
         changed = change(mask)
-        if name == "one sentence" and form == "packed":
+        if name == "one message" and form == "packed":
             changed = mask[:, 2:]
         torch._dynamo.reset()
         with pytest.raises(Exception) as error:
@@ -140,7 +140,7 @@ def test_a_mask_for_another_number_of_keys():
     k = torch.randn(2, 4, 16, 8)
     with pytest.raises(OrchardError, match="changes its masks"):
         orchard_transformers.attention(torch.nn.Module(), q, k, k, mask)
-    with pytest.raises(OrchardError, match="2 sentences with 1"):
+    with pytest.raises(OrchardError, match="2 messages with 1"):
         orchard_transformers.attention(torch.nn.Module(), q[:1], q[:1], q[:1], mask)
 
 
@@ -194,8 +194,8 @@ def test_malformed_masks(mask, words):
         logits(pair("llama")[1], tokens(2, 10), attention_mask=mask, use_cache=False)
 
 
-def test_a_mask_of_one_row_for_several_sentences():
-    with pytest.raises(OrchardError, match="1 sentences with 2 of them: attention_mask has not a"):
+def test_a_mask_of_one_row_for_several_messages():
+    with pytest.raises(OrchardError, match="1 messages with 2 of them: attention_mask has not a"):
         logits(pair("llama")[1], tokens(2, 10), attention_mask=torch.arange(10)[None] > 1)
 
 

@@ -210,7 +210,7 @@ def test_fresh_environment(program, tmp_path):
     assert contents(venv) - before
     assert run(venv, "-c", SMOKE).stdout == f"{version()} True\n"
 
-    # Without torch: one clear sentence, no chain of others.
+    # Without torch: one clear message, no chain of others.
     for code, name in (("import orchard.torch", "torch"),
                        ("import orchard; orchard.enable()", "enable")):
         last = run(venv, "-c", code, status=1).stderr.strip().splitlines()[-1]

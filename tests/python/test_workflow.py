@@ -36,7 +36,7 @@ def test_macos_runs_the_cpu_tests_and_says_when_there_is_no_gpu():
         assert f"build/test-release/{command}" in there
     tests = {program(name): name for name in
              re.findall(r"build/test-release/tests/(\w+) --backend metal", there)}
-    assert {"attention_test", "attention_blind_test", "attention_far_test",
+    assert {"attention_test", "attention_fully_masked_test", "attention_large_scores_test",
             "attention_regression_test"} <= set(tests.values())
     for source in tests:    # the stand-in is for Linux, and a test that needs it ends without it
         assert not re.search("standin_use.h|device_fixture.h", source.read_text()), source

@@ -13,7 +13,7 @@ from typing import List, Optional
 import torch
 
 from . import report
-from .run import chosen, run, run_isolated, sentence, version_isolated, work
+from .run import chosen, run, run_isolated, message, version_isolated, work
 from .targets import find
 
 
@@ -109,7 +109,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
         versions = {name: version_isolated(name, given.device) if given.isolate
                     else find(name).version for name in targets}
     except (Exception, SystemExit) as why:
-        print(f"conformance: {sentence(why)}", file=sys.stderr)
+        print(f"conformance: {message(why)}", file=sys.stderr)
         return 2
     for name in targets:
         columns[name] = judge_one(given, name, cases, versions[name])

@@ -245,10 +245,10 @@ def dropout_seed(target: Target, device: str) -> Verdict:
 
 
 @guarded
-def dropout_blind(target: Target, device: str) -> Verdict:
+def dropout_fully_masked(target: Target, device: str) -> Verdict:
     if not offers_dropout(target):
         return Verdict(ABSENT, detail="no argument dropout_p")
-    problem, inputs, out, keep = dropped(target, device, 0.3, 5, mask="blind-rows")
+    problem, inputs, out, keep = dropped(target, device, 0.3, 5, mask="fully-masked-rows")
     seen = inputs.kwargs["attn_mask"].cpu()
     keep = torch.where(seen, keep, torch.ones_like(keep))
     return verdict_of(problem, inputs, dict(out=out.detach(), **gradients(out, inputs)), keep)

@@ -25,7 +25,7 @@ class Case:
     name: str
     area: str
     source: str
-    says: str                                   # what must hold, in one sentence
+    says: str                                   # what must hold, in one message
     problems: Tuple[Problem, ...] = ()
     check: Optional[Callable[[Target, str], Verdict]] = None
     large: bool = False                         # needs gigabytes or a minute: run when asked
@@ -169,18 +169,18 @@ MASKS = [
          each(HALVES, mask="float-wide", mask_shape="1HTS", grads="qkvm")),
     Case("float32 mask beside float64 q", "masks", "found with Orchard, torch 2.13",
          "read as what it is", each(("float64",), S=40, mask="float-wide")),
-    Case("blind rows", "masks", "pytorch #156707, #103749; mlx #2608",
+    Case("fully masked rows", "masks", "pytorch #156707, #103749; mlx #2608",
          "a query that sees no key has output 0 and gradients 0",
-         each(mask="blind-rows") + each(("float32",), mask="blind")),
-    Case("blind rows by -inf", "masks", "pytorch #156707, #103963",
+         each(mask="fully-masked-rows") + each(("float32",), mask="fully_masked")),
+    Case("fully masked rows by -inf", "masks", "pytorch #156707, #103963",
          "the same by an additive mask", each(mask="float-inf")),
     Case("padded batch without gradient", "masks", "pytorch #167515; transformers #40858",
          "no NaN under no_grad with a padded 4-D mask",
          (Problem(mask="padding", mask_shape="B11S", no_grad=True),
-          Problem(mask="blind-batch", mask_shape="B1TS", no_grad=True),
+          Problem(mask="fully-masked-batch", mask_shape="B1TS", no_grad=True),
           Problem(mask="float-inf", mask_shape="B1TS", no_grad=True, dtype="float16"))),
     Case("a batch element that is all padding", "masks", "pytorch #109517",
-         "no NaN, neither there nor in its neighbours", each(mask="blind-batch")),
+         "no NaN, neither there nor in its neighbours", each(mask="fully-masked-batch")),
     Case("the lowest number as a mask", "masks", "pytorch #103749",
          "finfo.min hides, as Transformers writes its masks", each(mask="float-min",
                                                                    mask_shape="B1TS")),
@@ -236,8 +236,9 @@ DROPOUT = [
     Case("dropout draws anew", "dropout", "contract",
          "two calls draw two masks, torch.manual_seed brings the first one back",
          check=behaviour.dropout_seed),
-    Case("dropout and blind rows", "dropout", "pytorch #151667",
-         "a mask that hides whole rows, with dropout: no NaN", check=behaviour.dropout_blind),
+    Case("dropout and fully masked rows", "dropout", "pytorch #151667",
+         "a mask that hides whole rows, with dropout: no NaN",
+         check=behaviour.dropout_fully_masked),
 ]
 
 BEHAVIOUR = [
@@ -285,7 +286,8 @@ EXTENSIONS = [
          (Problem(alibi=True, H=4, T=20, S=31, align="bottom_right"),)),
     Case("sinks", "extensions", "contract",
          "a logit that joins the denominator only, and its gradient",
-         each(sinks=True, grads="qkvs") + (Problem(sinks=True, mask="blind-rows", grads="qkvs"),)),
+         each(sinks=True, grads="qkvs")
+         + (Problem(sinks=True, mask="fully-masked-rows", grads="qkvs"),)),
     Case("key lengths", "extensions", "pytorch #103749",
          "each batch element has its own number of keys, NaN behind them",
          (Problem(B=3, lengths=(37, 5, 0)), Problem(B=3, lengths=(37, 5, 20), poison=True),

@@ -116,9 +116,9 @@ def softmax(score: Tensor, sinks: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
     total = weight.sum(-1)
     if sinks is not None:
         total = total + torch.exp(sink - top)
-    blind = total == 0
-    total = torch.where(blind, torch.ones_like(total), total)
-    lse = torch.where(blind, torch.full_like(total, -math.inf), top + torch.log(total))
+    fully_masked = total == 0
+    total = torch.where(fully_masked, torch.ones_like(total), total)
+    lse = torch.where(fully_masked, torch.full_like(total, -math.inf), top + torch.log(total))
     return weight / total.unsqueeze(-1), lse
 
 

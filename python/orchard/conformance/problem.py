@@ -147,12 +147,12 @@ def make_mask(problem: Problem, kind: str, letters: str, random: torch.Generator
     elif kind == "padding":             # the last third of the keys is hidden from everybody
         mask = torch.ones(full, dtype=torch.bool)
         mask[..., full[-1] - full[-1] // 3:] = False
-    elif kind == "blind-rows":          # some queries see nothing
+    elif kind == "fully-masked-rows":          # some queries see nothing
         mask = seen
         mask[..., ::3, :] = False
-    elif kind == "blind":               # nobody sees anything
+    elif kind == "fully_masked":               # nobody sees anything
         mask = torch.zeros(full, dtype=torch.bool)
-    elif kind == "blind-batch":         # one batch element sees nothing
+    elif kind == "fully-masked-batch":         # one batch element sees nothing
         mask = seen
         mask[0] = False
     elif kind == "float":

@@ -143,7 +143,7 @@ def work(target: str, device: str, memory: Optional[float]) -> None:
     try:
         found = find(target)
     except (Exception, SystemExit) as why:
-        tell({"error": sentence(why)})
+        tell({"error": message(why)})
         return
     if memory:
         import resource
@@ -159,7 +159,7 @@ def tell(fields: Dict) -> None:
     print("\n" + MARK + json.dumps(fields), flush=True)
 
 
-def sentence(why: BaseException) -> str:
+def message(why: BaseException) -> str:
     return str(why).strip() or type(why).__name__
 
 

@@ -133,10 +133,10 @@ def translate(error: Exception) -> Exception:
     """What kernel.c raised, as the exception that Python's kernel would have raised."""
     if _c is None or type(error) is not RuntimeError:
         return error
-    sentence = str(error).split("\n", 1)[0]
+    message = str(error).split("\n", 1)[0]
     kind = ERRORS.get(_c.orchard_torch_take_status())
-    ours = sentence.startswith(("attention", "ctx_create", "opencl: ", "metal: "))
-    return kind(sentence) if kind and ours else error
+    ours = message.startswith(("attention", "ctx_create", "opencl: ", "metal: "))
+    return kind(message) if kind and ours else error
 
 
 def reraise(error: Exception) -> NoReturn:

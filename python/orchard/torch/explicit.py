@@ -209,7 +209,7 @@ class Laid(NamedTuple):
     bias: Maybe
     sinks: Maybe
     shown: torch.Tensor           # bool, broadcasts to [B,H,T,S]: the pairs that count
-    blind: torch.Tensor           # bool, to [B,H,T,1]: queries that see no key, and hold anything
+    fully_masked: torch.Tensor    # bool, to [B,H,T,1]: queries that see no key, holding anything
 
     def repeated(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """k and v with as many heads as q."""
@@ -253,9 +253,9 @@ def _lay(tensors, options: Options, q, k, v, bias, sinks) -> Laid:
     scene = _scene(q, k, tensors, lengths_t, lengths_s, options, dtype)
     bias = _wide(bias, dtype)
     shown = not_left_out(scene.seen, bias)
-    blind = ~shown.any(-1, keepdim=True)
-    return Laid(scene, packing_t, packing_s, torch.where(blind, 0, q), *hide(shown, k, v), bias,
-                _wide(sinks, dtype), shown, blind)
+    fully_masked = ~shown.any(-1, keepdim=True)
+    return Laid(scene, packing_t, packing_s, torch.where(fully_masked, 0, q), *hide(shown, k, v),
+                bias, _wide(sinks, dtype), shown, fully_masked)
 
 
 class Softmax(NamedTuple):
@@ -291,9 +291,9 @@ def _softmax(laid: Laid, k: torch.Tensor) -> Softmax:
     if sinks is not None:
         share = torch.exp(torch.where(whole, 0.0, sinks - top))
         total = total + share
-    blind = total == 0
-    total = torch.where(blind, 1.0, total)  # a query without keys: all 0, not NaN
-    lse = torch.where(blind, float("-inf"), top + torch.log(total)).squeeze(-1)
+    fully_masked = total == 0
+    total = torch.where(fully_masked, 1.0, total)  # a query without keys: all 0, not NaN
+    lse = torch.where(fully_masked, float("-inf"), top + torch.log(total)).squeeze(-1)
     return Softmax(weight / total, slope, None if share is None else share / total, lse)
 
 
@@ -306,7 +306,7 @@ def forward(tensors: Sequence[Maybe], options: Sequence) -> Tuple[torch.Tensor, 
         made = _softmax(laid, k)
         factor = laid.scene.factor
         out, lse = (made.weight if factor is None else made.weight * factor) @ v, made.lse
-        out = torch.where(laid.blind, 0, out)  # whatever its gradient is
+        out = torch.where(laid.fully_masked, 0, out)  # whatever its gradient is
         if laid.packing_t is not None:
             out, lse = laid.packing_t.pack(out), laid.packing_t.pack(lse)
         return out.to(q.dtype), lse
@@ -330,7 +330,7 @@ def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, 
         # Not laid.q.new_zeros(()), to which nothing can be added where vmap has no samples.
         dproduct = torch.zeros((), dtype=dtype, device=q.device)
         if dq is not None:
-            dproduct = dproduct + torch.where(laid.blind, 0, dq) @ k.mT
+            dproduct = dproduct + torch.where(laid.fully_masked, 0, dq) @ k.mT
         if dk is not None:
             dproduct = dproduct + laid.q @ dk.mT
         dscore = scene.scale * dproduct * slope
@@ -346,7 +346,7 @@ def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, 
         dout, dlse = dweight @ v, dlse.squeeze(-1)
         if dv is not None:
             dout = dout + weight @ dv
-        dout = torch.where(laid.blind, 0, dout)
+        dout = torch.where(laid.fully_masked, 0, dout)
         if laid.packing_t is not None:
             dout, dlse = laid.packing_t.pack(dout), laid.packing_t.pack(dlse)
         return dout.to(q.dtype), dlse
@@ -374,9 +374,9 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     out, lse = known or (None, None)
     dout, dlse, out, lse = (_wide(x, laid.q.dtype, laid.packing_t) for x in (dout, dlse, out, lse))
     if lse is not None:  # of -inf: the larger softmax saw nothing
-        blind = laid.blind | (lse == float("-inf"))[..., None]
-        laid = laid._replace(q=torch.where(blind, 0, laid.q), blind=blind)
-    shown_dout = torch.where(laid.blind, 0, dout)
+        fully_masked = laid.fully_masked | (lse == float("-inf"))[..., None]
+        laid = laid._replace(q=torch.where(fully_masked, 0, laid.q), fully_masked=fully_masked)
+    shown_dout = torch.where(laid.fully_masked, 0, dout)
     k_, v_ = laid.repeated()
     weight, slope, sink, own = _softmax(laid, k_)
     inner = shown_dout @ v_.mT
@@ -385,16 +385,16 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     delta = (weight * inner).sum(-1, keepdim=True)
     if lse is not None:
         larger, share = _of_larger(laid, own, lse)
-        product = torch.where(laid.blind & (out == 0), 0, dout * out)
+        product = torch.where(laid.fully_masked & (out == 0), 0, dout * out)
         delta = torch.where(larger, product.sum(-1, keepdim=True), delta)
         weight, sink = weight * share, sink if sink is None else sink * share
     kept = weight if scene.factor is None else weight * scene.factor
     if dlse is not None:
         delta = delta - dlse[..., None]
-    dscore = weight * (inner - torch.where(laid.blind, 0, delta))
+    dscore = weight * (inner - torch.where(laid.fully_masked, 0, delta))
     dproduct = scene.scale * dscore * slope
     # What is 0 whatever the inputs are passes no gradient on: it might be NaN.
-    dq = torch.where(laid.blind, 0, dproduct @ k_)
+    dq = torch.where(laid.fully_masked, 0, dproduct @ k_)
     dk, dv = (x.view(x.shape[0], laid.k.shape[1], laid.group(), *x.shape[2:]).sum(2)
               for x in hide(laid.shown, dproduct.mT @ laid.q, kept.mT @ shown_dout))
     if laid.packing_t is not None:

@@ -110,21 +110,21 @@ static void end_of_thread(void *arg)
 #define MOST_THREADS 256 /* of a context */
 
 /* One call on its way: what must be deleted whatever happens, and what went wrong. */
-typedef struct journey {
+typedef struct call_state {
     const char *op;
     handle inputs[MAX_TENSORS], outputs[5];
     int input_count, output_count;
     orchard_status status;
-    char sentence[512];
-} journey;
+    char message[512];
+} call_state;
 
 static _Thread_local orchard_status last_status;
 
-static void fail(journey *j, orchard_status status, const char *sentence)
+static void fail(call_state *j, orchard_status status, const char *message)
 {
     if (!j->status) {
         j->status = status;
-        snprintf(j->sentence, sizeof j->sentence, "%s", sentence);
+        snprintf(j->message, sizeof j->message, "%s", message);
     }
 }
 
@@ -159,7 +159,7 @@ static void *apart(void *user, void *old, size_t old_size, size_t new_size)
 /* The calling thread's context, for as many threads as torch uses now; NULL: j says why. In a
  * forked child torch's threads are gone and its parallel_for would hang: Orchard's own pool starts
  * anew there. */
-static orchard_ctx *this_context(journey *j)
+static orchard_ctx *this_context(call_state *j)
 {
     thread_state *state = pthread_getspecific(state_key);
     uint32_t threads = 1;
@@ -168,10 +168,10 @@ static orchard_ctx *this_context(journey *j)
     if (!state) {
         state = calloc(1, sizeof *state);
         if (!state || pthread_setspecific(state_key, state)) {
-            char sentence[128];
+            char message[128];
             free(state);
-            snprintf(sentence, sizeof sentence, "%s: no memory for this thread's context", j->op);
-            fail(j, ORCHARD_ERROR_MEMORY, sentence);
+            snprintf(message, sizeof message, "%s: no memory for this thread's context", j->op);
+            fail(j, ORCHARD_ERROR_MEMORY, message);
             return NULL;
         }
     }
@@ -200,7 +200,7 @@ static orchard_ctx *this_context(journey *j)
 
 /* What a call of the library returned. Once a device was lost a context fails whatever it is asked:
  * the thread's next call makes a new one, which takes the next backend. */
-static void arrive(journey *j, orchard_status status)
+static void arrive(call_state *j, orchard_status status)
 {
     if (!status) {
         return;
@@ -229,14 +229,15 @@ static uint64_t extent(int64_t rank, const int64_t *sizes, const int64_t *stride
 
 /* Leaves `to` empty where it fails. A storage may have been shrunk under its tensors (FSDP does so
  * to free memory): torch does not notice, and its pointer leads to what is no longer there. */
-static void describe(journey *j, const char *name, handle tensor, bool output, orchard_tensor *to)
+static void describe(call_state *j, const char *name, handle tensor, bool output,
+                     orchard_tensor *to)
 {
     int64_t rank = 0, offset = 0, there = 0, *sizes, *strides;
     int32_t dtype = -1;
     orchard_dtype ours = ORCHARD_DTYPE_NONE;
     const void *input = NULL;
     void *data = NULL;
-    char sentence[160];
+    char message[160];
     int32_t bad = call_aoti_torch_get_dim(tensor, &rank);
     bad = bad || call_aoti_torch_get_sizes(tensor, &sizes);
     bad = bad || call_aoti_torch_get_strides(tensor, &strides);
@@ -246,25 +247,25 @@ static void describe(journey *j, const char *name, handle tensor, bool output, o
     bad = bad || (output ? call_aoti_torch_get_data_ptr(tensor, &data)
                          : call_torch_get_const_data_ptr(tensor, &input));
     if (bad) {
-        snprintf(sentence, sizeof sentence, "%s: %s has no memory that can be read", j->op, name);
-        fail(j, ORCHARD_ERROR_ARGUMENT, sentence);
+        snprintf(message, sizeof message, "%s: %s has no memory that can be read", j->op, name);
+        fail(j, ORCHARD_ERROR_ARGUMENT, message);
         return;
     }
     for (int i = 0; i < DTYPES; i++) {
         ours = dtypes[i].torch == dtype ? dtypes[i].ours : ours;
     }
     if (ours == ORCHARD_DTYPE_NONE) {
-        snprintf(sentence, sizeof sentence, "%s: %s has a dtype that Orchard does not know", j->op,
+        snprintf(message, sizeof message, "%s: %s has a dtype that Orchard does not know", j->op,
                  name);
-        fail(j, ORCHARD_ERROR_DTYPE, sentence);
+        fail(j, ORCHARD_ERROR_DTYPE, message);
         return;
     }
     const uint64_t needed = extent(rank, sizes, strides, offset, ours);
     if (needed > (uint64_t)there) {
-        snprintf(sentence, sizeof sentence,
+        snprintf(message, sizeof message,
                  "%s: %s needs %" PRIu64 " bytes of its storage, which has %" PRId64, j->op, name,
                  needed, there);
-        fail(j, ORCHARD_ERROR_ARGUMENT, sentence);
+        fail(j, ORCHARD_ERROR_ARGUMENT, message);
         return;
     }
     if (output) {
@@ -280,14 +281,14 @@ static void describe(journey *j, const char *name, handle tensor, bool output, o
     }
 }
 
-static void take(journey *j, const char *name, word argument, orchard_tensor *to)
+static void take(call_state *j, const char *name, word argument, orchard_tensor *to)
 {
     handle tensor = (handle)(uintptr_t)argument;
     j->inputs[j->input_count++] = tensor;
     describe(j, name, tensor, false, to);
 }
 
-static void take_optional(journey *j, const char *name, word argument, orchard_tensor *to)
+static void take_optional(call_state *j, const char *name, word argument, orchard_tensor *to)
 {
     word *boxed = (word *)(uintptr_t)argument;
     if (boxed) {
@@ -303,7 +304,7 @@ static double number(word argument)
     return value;
 }
 
-static void take_seed(journey *j, word argument, uint64_t *seed)
+static void take_seed(call_state *j, word argument, uint64_t *seed)
 {
     orchard_tensor tensor = {.data = NULL};
     take_optional(j, "seed", argument, &tensor);
@@ -325,7 +326,7 @@ static void take_scale(word argument, orchard_attention *to)
 }
 
 /* The 20 arguments that forward and backward share (ops.ATTENTION). */
-static void take_attention(journey *j, const word *stack, orchard_attention *to)
+static void take_attention(call_state *j, const word *stack, orchard_attention *to)
 {
     take(j, "q", stack[0], &to->q);
     take(j, "k", stack[1], &to->k);
@@ -351,7 +352,7 @@ static void take_attention(journey *j, const word *stack, orchard_attention *to)
 }
 
 /* The 5 that those without options share. */
-static void take_plain(journey *j, const word *stack, orchard_attention *to)
+static void take_plain(call_state *j, const word *stack, orchard_attention *to)
 {
     take(j, "q", stack[0], &to->q);
     take(j, "k", stack[1], &to->k);
@@ -390,7 +391,7 @@ static void prefer_large_pages(const orchard_tensor *made)
 #endif
 }
 
-static void make(journey *j, const char *name, int32_t rank, const int64_t *size,
+static void make(call_state *j, const char *name, int32_t rank, const int64_t *size,
                  const int64_t *stride, orchard_dtype dtype, orchard_tensor *to)
 {
     handle made = NULL;
@@ -399,9 +400,9 @@ static void make(journey *j, const char *name, int32_t rank, const int64_t *size
     }
     if (call_aoti_torch_empty_strided(rank, size, stride, torch_dtype(dtype), cpu_device, 0,
                                       &made)) {
-        char sentence[128];
-        snprintf(sentence, sizeof sentence, "%s: torch has no memory for %s", j->op, name);
-        fail(j, ORCHARD_ERROR_MEMORY, sentence);
+        char message[128];
+        snprintf(message, sizeof message, "%s: torch has no memory for %s", j->op, name);
+        fail(j, ORCHARD_ERROR_MEMORY, message);
         return;
     }
     j->outputs[j->output_count++] = made;
@@ -493,7 +494,7 @@ static void strides_like(const orchard_tensor *like, int64_t *stride)
 }
 
 /* out's rows lie in the order of q's, whatever q's last stride; packed ones follow each other. */
-static void make_outputs(journey *j, orchard_attention_forward_args *args)
+static void make_outputs(call_state *j, orchard_attention_forward_args *args)
 {
     orchard_tensor like = args->attention.q;
     const orchard_tensor *v = &args->attention.v;
@@ -521,8 +522,9 @@ static void make_outputs(journey *j, orchard_attention_forward_args *args)
          like.dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32, &args->lse);
 }
 
-static void make_gradient(journey *j, const char *name, bool needed, const orchard_attention *from,
-                          const orchard_tensor *like, orchard_tensor *to)
+static void make_gradient(call_state *j, const char *name, bool needed,
+                          const orchard_attention *from, const orchard_tensor *like,
+                          orchard_tensor *to)
 {
     static const int64_t none = 0, step = 1;
     if (needed && like->dtype && like->rank <= ORCHARD_MAX_RANK) {
@@ -544,7 +546,7 @@ static void delete_all(handle *handles, int *count)
 }
 
 /* Hands the outputs over, or raises: nothing may be left to delete then. */
-static void finish(journey *j, word *stack)
+static void finish(call_state *j, word *stack)
 {
     delete_all(j->inputs, &j->input_count);
     last_status = j->status; /* after success too: an older one would mark others' exceptions */
@@ -555,11 +557,11 @@ static void finish(journey *j, word *stack)
         return;
     }
     delete_all(j->outputs, &j->output_count);
-    call_aoti_torch_check(false, j->op, "orchard", 0, j->sentence);
+    call_aoti_torch_check(false, j->op, "orchard", 0, j->message);
 }
 
 /* Computes with the arguments taken. */
-static void run_forward(journey *j, orchard_attention_forward_args *args)
+static void run_forward(call_state *j, orchard_attention_forward_args *args)
 {
     if (!j->status) {
         make_outputs(j, args);
@@ -570,7 +572,7 @@ static void run_forward(journey *j, orchard_attention_forward_args *args)
     }
 }
 
-static void run_backward(journey *j, orchard_attention_backward_args *args)
+static void run_backward(call_state *j, orchard_attention_backward_args *args)
 {
     orchard_ctx *ctx = j->status ? NULL : this_context(j);
     if (ctx) {
@@ -580,7 +582,7 @@ static void run_backward(journey *j, orchard_attention_backward_args *args)
 
 static void forward(word *stack, word input_count, word output_count)
 {
-    journey j = {.op = "attention_forward"};
+    call_state j = {.op = "attention_forward"};
     orchard_attention_forward_args args = {.out = {.data = NULL}};
     (void)input_count, (void)output_count;
     take_attention(&j, stack, &args.attention);
@@ -590,7 +592,7 @@ static void forward(word *stack, word input_count, word output_count)
 
 static void plain_forward(word *stack, word input_count, word output_count)
 {
-    journey j = {.op = "attention_forward"};
+    call_state j = {.op = "attention_forward"};
     orchard_attention_forward_args args = {.out = {.data = NULL}};
     const orchard_attention *a = &args.attention;
     (void)input_count, (void)output_count;
@@ -602,7 +604,7 @@ static void plain_forward(word *stack, word input_count, word output_count)
     finish(&j, stack);
 }
 
-static void make_gradients(journey *j, word needs, orchard_attention_backward_args *args)
+static void make_gradients(call_state *j, word needs, orchard_attention_backward_args *args)
 {
     const orchard_attention *a = &args->attention;
     if (!j->status) {
@@ -614,7 +616,7 @@ static void make_gradients(journey *j, word needs, orchard_attention_backward_ar
 
 static void backward(word *stack, word input_count, word output_count)
 {
-    journey j = {.op = "attention_backward"};
+    call_state j = {.op = "attention_backward"};
     orchard_attention_backward_args args = {.dq = {.data = NULL}};
     orchard_attention *a = &args.attention;
     const word needs = stack[0];
@@ -635,7 +637,7 @@ static void backward(word *stack, word input_count, word output_count)
 
 static void plain_backward(word *stack, word input_count, word output_count)
 {
-    journey j = {.op = "attention_backward"};
+    call_state j = {.op = "attention_backward"};
     orchard_attention_backward_args args = {.dq = {.data = NULL}};
     const word needs = stack[0];
     (void)input_count, (void)output_count;
@@ -650,8 +652,8 @@ static void plain_backward(word *stack, word input_count, word output_count)
 
 /* ---- What cpu.py calls ------------------------------------------------------------------- */
 
-/* The status behind this thread's last raised sentence, for the exception's class; once, so that it
- * is not taken for that of somebody else's sentence later. */
+/* The status behind this thread's last raised message, for the exception's class; once, so that it
+ * is not taken for that of somebody else's message later. */
 ORCHARD_API int32_t orchard_torch_take_status(void)
 {
     const orchard_status taken = last_status;

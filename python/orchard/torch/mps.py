@@ -70,10 +70,10 @@ _MOST_PLANS = 512
 
 
 class Refused(UnsupportedError):
-    """A call that the launcher does not take; the C library's own sentence."""
+    """A call that the launcher does not take; the C library's own message."""
 
     def __init__(self, op: str, reason: str, note: str = "") -> None:
-        super().__init__(f"{op}: mps did not take the call ({reason}){note}")
+        super().__init__(f"{op}: mps cannot run this call: {reason}{note}")
         self.op, self.reason, self.note = op, reason, note
 
     def __reduce__(self) -> tuple:  # from another process

@@ -135,7 +135,7 @@ def _record_refusal(op: str, reason: str) -> None:
     """For all who read `last`; raises where no fallback is allowed."""
     last.refusal = reason
     if _strict():
-        raise mps.Refused(op, reason, " and strict forbids a fallback")
+        raise mps.Refused(op, reason, "; strict forbids a fallback")
 
 
 def failed(op: str, why: str) -> None:

@@ -40,7 +40,7 @@ def _options(attention_mask: Optional[Tensor], batch: int, length: int,
         found["max_seqlen_q"] = found["max_seqlen_k"] = length
         return found
     if said.shape[0] != batch:
-        raise UnsupportedError(f"orchard.transformers: a mask for {said.shape[0]} sentences with "
+        raise UnsupportedError(f"orchard.transformers: a mask for {said.shape[0]} messages with "
                                f"{batch} of them: attention_mask has not a row for each, or this "
                                'model changes its masks, use "eager" or "sdpa"')
     if said.dtype == torch.uint8:

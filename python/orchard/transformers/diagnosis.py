@@ -101,7 +101,7 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
     """Prints, layer by layer, how each attention is computed and why; returns the lines.
 
     Runs the model forward without gradients: on `inputs` (input_ids=..., attention_mask=...), or on
-    two sentences of 16 tokens without padding, padded on the right, padded on the left.
+    two messages of 16 tokens without padding, padded on the right, padded on the left.
     """
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise ArgumentError(f"orchard.transformers: doctor is given a {type(model).__name__}, must "
@@ -116,7 +116,7 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
         if inputs or isinstance(why, OrchardError):
             raise
         raise ArgumentError(f"orchard.transformers: {type(model).__name__} does not take doctor's "
-                            f"own inputs, two sentences of 16 tokens ({why}); pass yours: "
+                            f"own inputs, two messages of 16 tokens ({why}); pass yours: "
                             "doctor(model, input_ids=..., ...)") from why
     names = {module: name for name, module in model.named_modules()}
     layers: Dict[torch.nn.Module, Dict[str, List[Call]]] = {}

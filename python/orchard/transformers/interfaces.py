@@ -1,5 +1,5 @@
 """What Orchard needs of Transformers, looked for in one place so that its lack is told in one
-sentence."""
+message."""
 
 from __future__ import annotations
 

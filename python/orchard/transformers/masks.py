@@ -186,21 +186,21 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
           local_size: Optional[int] = None, allow_is_causal_skip: bool = True,
           allow_is_bidirectional_skip: bool = False, config: Any = None, device: Any = "cpu",
           **kwargs: Any) -> Optional[Tensor]:
-    blind = no_values(attention_mask) or (isinstance(q_offset, Tensor) and is_tracing(q_offset))
+    untold = no_values(attention_mask) or (isinstance(q_offset, Tensor) and is_tracing(q_offset))
     window = 0
     # Other overlays than the sliding window have a local size too.
     causal = allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None
     if local_size is not None:
         causal = causal and local_size == getattr(config, "sliding_window", None)
-        if blind or local_size < kv_length:  # a graph for any length must not ask
+        if untold or local_size < kv_length:  # a graph for any length must not ask
             window = local_size
-    if not blind and attention_mask is None and kv_length == q_length:
+    if not untold and attention_mask is None and kv_length == q_length:
         sequence = _packed(mask_function, local_size or 0)
         if sequence is not None:
             return made(_boundaries(sequence, window),
                         "position_ids start anew: packed sequences")
     known = q_offset + q_length - kv_offset  # keys up to the last query: a tensor in static caches
-    if isinstance(known, Tensor) and not blind:
+    if isinstance(known, Tensor) and not untold:
         known = int(known)
     if causal and attention_mask is None:
         if (not isinstance(known, Tensor) and known == kv_length and window == 0
@@ -222,7 +222,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         if attention_mask is None:
             return None
         if attention_mask.shape[1] == kv_length:
-            if not blind and bool(attention_mask.all()):
+            if not untold and bool(attention_mask.all()):
                 return None
             return made(attention_mask[:, None, None, :], "padding")
     form = sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length,

@@ -8,7 +8,7 @@
 
 enum { BY_MASK, BY_BIAS, BY_CAUSAL, BY_LENGTH, BY_WINDOW, WAYS };
 
-static bool is_blind(const attention_case *c, int way, int64_t b, int64_t i)
+static bool is_fully_masked(const attention_case *c, int way, int64_t b, int64_t i)
 {
     switch (way) {
     case BY_CAUSAL:
@@ -22,7 +22,7 @@ static bool is_blind(const attention_case *c, int way, int64_t b, int64_t i)
     }
 }
 
-static attention_case blind_case(int way, orchard_dtype dtype, int sinks, const char *bias)
+static attention_case fully_masked_case(int way, orchard_dtype dtype, int sinks, const char *bias)
 {
     attention_case c = {.name = "rows that see nothing",
                         CASE_SHAPE(2, 4, 2, 24, way == BY_MASK || way == BY_BIAS ? 21 : 13, 8, 8),
@@ -57,7 +57,7 @@ static void hide_rows(problem *p, int way)
     for (int64_t n = 0; (way == BY_MASK || way == BY_BIAS) && n < box_elements(x); n++) {
         int64_t i[4];
         box_index(x, n, i);
-        if (is_blind(&p->c, way, i[0], i[2])) {
+        if (is_fully_masked(&p->c, way, i[0], i[2])) {
             box_set_nth(x, n, way == BY_BIAS ? -INFINITY : 0);
         } else if (i[3] == 0) {
             box_set_nth(x, n, 1); /* every other row sees a key */
@@ -65,33 +65,34 @@ static void hide_rows(problem *p, int way)
     }
 }
 
-static void fill_blind_rows(problem *p, int way, operand name, double value)
+static void fill_fully_masked_rows(problem *p, int way, operand name, double value)
 {
     const box *x = &p->box[name];
     for (int64_t n = 0; n < box_elements(x); n++) {
         int64_t i[4];
         box_index(x, n, i);
-        if (is_blind(&p->c, way, i[0], i[2])) {
+        if (is_fully_masked(&p->c, way, i[0], i[2])) {
             box_set_nth(x, n, value);
         }
     }
 }
 
-static int64_t blind_gradients(const problem *p, int way)
+static int64_t fully_masked_gradients(const problem *p, int way)
 {
     const box *x = &p->box[DQ];
     int64_t wrong = 0;
     for (int64_t n = 0; n < box_elements(x); n++) {
         int64_t i[4];
         box_index(x, n, i);
-        wrong += is_blind(&p->c, way, i[0], i[2]) && box_nth(x, n) != 0;
+        wrong += is_fully_masked(&p->c, way, i[0], i[2]) && box_nth(x, n) != 0;
     }
     return wrong;
 }
 
-/* NaN or Inf in q, dout and dlse of the blind rows changes no output. One exception: with a sink,
+/* NaN or Inf in q, dout and dlse of the fully masked rows changes no output. One exception: with a
+ * sink,
  * the row's lse is the sink, so that its dlse is a term of dsinks. */
-static void check_blind_rows(const attention_case *c, int way)
+static void check_fully_masked_rows(const attention_case *c, int way)
 {
     const double values[] = {NAN, INFINITY};
     const operand names[] = {Q, DOUT, DLSE};
@@ -99,57 +100,59 @@ static void check_blind_rows(const attention_case *c, int way)
     problem_make(&clean, c, 21);
     hide_rows(&clean, way);
     check_against_ref(&clean, tested, c->name);
-    CHECK_INT(blind_gradients(&clean, way), 0);
+    CHECK_INT(fully_masked_gradients(&clean, way), 0);
     for (int n = 0; n < 6; n++) {
         const operand name = names[n % 3];
         problem_make(&p, c, 21);
         hide_rows(&p, way);
-        fill_blind_rows(&p, way, name, values[n / 3]);
+        fill_fully_masked_rows(&p, way, name, values[n / 3]);
         CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
         if (name == DLSE && c->sinks) {
             for (int64_t h = 0; h < c->H; h++) {
                 const double got = box_get(&p.box[DSINKS], 0, h, 0, 0);
-                CHECK(n / 3 ? got == INFINITY : isnan(got)); /* dlse's sum over the blind rows */
+                CHECK(n / 3 ? got == INFINITY
+                            : isnan(got)); /* dlse's sum over the fully masked rows */
                 box_set(&p.box[DSINKS], 0, h, 0, 0, box_get(&clean.box[DSINKS], 0, h, 0, 0));
             }
         }
         const int64_t unequal = outputs_unequal(&p, &clean);
         if (unequal) {
-            CHECK_FAIL("way %d, %s, sinks %d, bias %s: %g in %s of blind rows changes %lld outputs",
-                       way, orchard_dtype_name(c->dtype), c->sinks, c->bias, values[n / 3],
-                       operand_names[name], (long long)unequal);
+            CHECK_FAIL(
+                "way %d, %s, sinks %d, bias %s: %g in %s of fully masked rows changes %lld outputs",
+                way, orchard_dtype_name(c->dtype), c->sinks, c->bias, values[n / 3],
+                operand_names[name], (long long)unequal);
         } else {
             check_passed++;
         }
-        CHECK_INT(blind_gradients(&p, way), 0);
+        CHECK_INT(fully_masked_gradients(&p, way), 0);
         problem_free(&p);
     }
     problem_free(&clean);
 }
 
-static void blind_rows_take_part_in_nothing(void)
+static void fully_masked_rows_take_part_in_nothing(void)
 {
     const orchard_dtype dtypes[] = {ORCHARD_F32, ORCHARD_BF16, ORCHARD_F64};
     const char *const shapes[] = {"BHTS", "11TS", "B11S"}; /* dbias: one owner, or many */
     for (int way = 0; way < WAYS; way++) {
         for (int n = 0; n < 3 * 2 * 3; n++) {
-            attention_case c = blind_case(way, dtypes[n % 3], n / 3 % 2, shapes[n / 6]);
+            attention_case c = fully_masked_case(way, dtypes[n % 3], n / 3 % 2, shapes[n / 6]);
             if ((way == BY_BIAS && n / 6 == 2) || (on_device && c.dtype == ORCHARD_F64)) {
                 continue; /* one row for all queries cannot hide some of them */
             }
-            check_blind_rows(&c, way);
+            check_fully_masked_rows(&c, way);
             c.T = way == BY_CAUSAL || way == BY_WINDOW ? 7 : 5; /* heads share a panel */
             c.S = way == BY_CAUSAL || way == BY_WINDOW ? 2 : 17;
-            check_blind_rows(&c, way);
+            check_fully_masked_rows(&c, way);
         }
     }
 }
 
 /* A row of a larger softmax that sees none of these keys: its out is not 0, and reaches the sink.
  */
-static void blind_rows_of_a_larger_softmax(void)
+static void fully_masked_rows_of_a_larger_softmax(void)
 {
-    const attention_case c = {.name = "a blind row of a larger softmax",
+    const attention_case c = {.name = "a fully masked row of a larger softmax",
                               CASE_SHAPE(1, 2, 1, 9, 5, 8, 8),
                               .dtype = ORCHARD_F32,
                               .causal = 1,
@@ -182,22 +185,22 @@ static void blind_rows_of_a_larger_softmax(void)
 
 /* Backward is told by lse = -inf that a row saw nothing of a larger softmax, though here it would
  * see keys: it is as good as a row whose gradient is 0, whatever it holds. */
-static void check_rows_given_as_blind(const attention_case *c)
+static void check_rows_given_as_fully_masked(const attention_case *c)
 {
     problem p, zero;
     problem_make(&p, c, 32);
     problem_make(&zero, c, 32);
     CHECK_INT(orchard_attention_forward(tested, &p.forward), ORCHARD_OK);
     CHECK_INT(orchard_attention_forward(tested, &zero.forward), ORCHARD_OK);
-    fill_blind_rows(&zero, WAYS, DOUT, 0);
-    fill_blind_rows(&zero, WAYS, DLSE, 0);
+    fill_fully_masked_rows(&zero, WAYS, DOUT, 0);
+    fill_fully_masked_rows(&zero, WAYS, DLSE, 0);
     CHECK_INT(orchard_attention_backward(tested, &zero.backward), ORCHARD_OK);
-    fill_blind_rows(&p, WAYS, LSE, -INFINITY);
+    fill_fully_masked_rows(&p, WAYS, LSE, -INFINITY);
     for (int n = 0; n < 4; n++) {
         static const operand names[] = {DOUT, DLSE, OUT, Q};
-        fill_blind_rows(&p, WAYS, names[n], NAN);
+        fill_fully_masked_rows(&p, WAYS, names[n], NAN);
         CHECK_INT(orchard_attention_backward(tested, &p.backward), ORCHARD_OK);
-        CHECK_INT(blind_gradients(&p, WAYS), 0);
+        CHECK_INT(fully_masked_gradients(&p, WAYS), 0);
         for (int name = DQ; name < OPERANDS; name++) {
             const box *x = &p.box[name], *y = &zero.box[name];
             int64_t unequal = 0;
@@ -217,7 +220,7 @@ static void check_rows_given_as_blind(const attention_case *c)
     problem_free(&p);
 }
 
-static void rows_given_as_blind(void)
+static void rows_given_as_fully_masked(void)
 {
     for (int n = 0; n < 4; n++) {
         const attention_case c = {.name = n % 2 ? "options" : "plain",
@@ -228,7 +231,7 @@ static void rows_given_as_blind(void)
                                   .sinks = n % 2,
                                   .dlse = 1,
                                   .gradients = n % 2 ? 31 : GRAD_QKV};
-        check_rows_given_as_blind(&c);
+        check_rows_given_as_fully_masked(&c);
     }
 }
 
@@ -420,9 +423,9 @@ static void nan_that_other_rows_see(void)
         box_set(&p.box[V], 0, 0, 0, 1, NAN);
         CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
         for (int64_t i = 0; i < c.T; i++) {
-            const bool blind = is_blind(&c, way, 0, i);
-            CHECK(!blind || box_get(&p.box[OUT], 0, 0, i, 1) == 0);
-            CHECK(!blind || box_get(&p.box[DQ], 0, 0, i, 1) == 0);
+            const bool fully_masked = is_fully_masked(&c, way, 0, i);
+            CHECK(!fully_masked || box_get(&p.box[OUT], 0, 0, i, 1) == 0);
+            CHECK(!fully_masked || box_get(&p.box[DQ], 0, 0, i, 1) == 0);
         }
         problem_free(&p);
     }
@@ -632,9 +635,9 @@ static void huge_sinks(void)
 }
 
 static const named_check checks[] = {
-    {"blind_rows", blind_rows_take_part_in_nothing},
-    {"larger_softmax", blind_rows_of_a_larger_softmax},
-    {"given_as_blind", rows_given_as_blind},
+    {"fully_masked_rows", fully_masked_rows_take_part_in_nothing},
+    {"larger_softmax", fully_masked_rows_of_a_larger_softmax},
+    {"given_as_fully_masked", rows_given_as_fully_masked},
     {"all_dropped", everything_is_dropped},
     {"threshold", word_equals_the_threshold},
     {"ties", ties_go_to_even},
@@ -650,5 +653,6 @@ static const named_check checks[] = {
 
 int main(int argc, char **argv)
 {
-    return checks_main(argc, argv, "attention_blind", true, checks, sizeof checks / sizeof *checks);
+    return checks_main(argc, argv, "attention_fully_masked", true, checks,
+                       sizeof checks / sizeof *checks);
 }

@@ -318,7 +318,7 @@ static void largest_scales(void)
 static const named_check checks[] = {
     {"lowest_bias", rows_of_the_lowest_bias},
     {"one_far_key", one_far_key},
-    {"far_bias", rows_far_from_zero},
+    {"large_bias", rows_far_from_zero},
     {"far_queries", rows_far_by_queries},
     {"others_lse", far_lse_of_others},
     {"given_lse", probabilities_follow_the_given_lse},
@@ -329,8 +329,8 @@ static const named_check checks[] = {
 int main(int argc, char **argv)
 {
     reference = context_make("ref", NULL, 1);
-    const int status =
-        checks_main(argc, argv, "attention_far", true, checks, sizeof checks / sizeof *checks);
+    const int status = checks_main(argc, argv, "attention_large_scores", true, checks,
+                                   sizeof checks / sizeof *checks);
     orchard_ctx_free(reference);
     return status;
 }
