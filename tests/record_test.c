@@ -193,16 +193,16 @@ static void spoil(const orch_call *call)
 
 /* ---- A device that fails, without a device --------------------------------------------------- */
 
-static const char *take_all(const orch_call *call, size_t *scratch_bytes)
+static const char *take_all(const orch_call *call, orch_plan *plan)
 {
     (void)call;
-    *scratch_bytes = 0;
+    plan->scratch_bytes = 0;
     return NULL;
 }
 
-static orchard_status fail_before_commit(const orch_call *call, void *scratch)
+static orchard_status fail_before_commit(const orch_call *call, orch_plan *plan, void *scratch)
 {
-    (void)call, (void)scratch;
+    (void)call, (void)plan, (void)scratch;
     return orch_fail(ORCHARD_ERROR_COMPILE, "the compiler is drunk");
 }
 
@@ -212,9 +212,9 @@ static orch_device lost_device = {.class = &lost_class,
                                   .lost = true,
                                   .lost_why = "it fell off the bus"};
 
-static orchard_status fail_after_commit(const orch_call *call, void *scratch)
+static orchard_status fail_after_commit(const orch_call *call, orch_plan *plan, void *scratch)
 {
-    (void)scratch;
+    (void)plan, (void)scratch;
     call->ctx->device[ORCH_OPENCL] = &lost_device;
     return orch_fail(ORCHARD_ERROR_DEVICE, "it fell off the bus");
 }
