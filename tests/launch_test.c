@@ -20,7 +20,7 @@ struct orch_kernel {
 
 typedef struct noted {
     const orch_kernel *kernel;
-    int64_t groups[3], ints[ORCH_GPU_MAX_INTS];
+    int64_t groups[3], ints[ORCH_GPU_MAX_INTS + ORCH_GPU_OWN_INTS];
     float floats[ORCH_GPU_MAX_FLOATS];
     int32_t threads, argument_count;
     size_t int_bytes, float_bytes;
@@ -89,18 +89,19 @@ static bool is_ascii(const char *text)
     return *text == 0;
 }
 
-static void check_lists(const orchard_launches *plan, const noted *note)
+static void check_lists(const orchard_launches *plan, const orchard_launch *launch,
+                        const noted *note)
 {
     const int32_t starts = plan->operand_count;
-    CHECK_INT(plan->int_count * sizeof(int64_t), note->int_bytes);
+    CHECK_INT(launch->int_count * sizeof(int64_t), note->int_bytes);
     CHECK_INT(plan->float_count * sizeof(float), note->float_bytes);
-    CHECK(plan->int_count > starts && plan->int_count * sizeof(int64_t) <= 4096);
-    CHECK(memcmp(plan->ints + starts, note->ints + starts,
-                 (size_t)(plan->int_count - starts) * sizeof(int64_t)) == 0);
+    CHECK(launch->int_count > starts && launch->int_count * sizeof(int64_t) <= 4096);
+    CHECK(memcmp(launch->ints + starts, note->ints + starts,
+                 (size_t)(launch->int_count - starts) * sizeof(int64_t)) == 0);
     CHECK(memcmp(plan->floats, note->floats, note->float_bytes) == 0);
     CHECK_INT(starts + plan->scratch_count + 2, note->argument_count);
     for (int32_t i = 0; i < starts; i++) {
-        CHECK_INT(plan->ints[i], 0);
+        CHECK_INT(launch->ints[i], 0);
     }
 }
 
@@ -113,8 +114,11 @@ static void check_plan(const char *name, const orchard_launches *plan)
         CHECK(same_text(launch, notes[i].kernel->text) && is_ascii(notes[i].kernel->text));
         CHECK_INT(launch->threads, notes[i].threads);
         CHECK(memcmp(launch->groups, notes[i].groups, sizeof launch->groups) == 0);
-        check_lists(plan, &notes[i]);
+        check_lists(plan, launch, &notes[i]);
     }
+    CHECK(plan->count
+              ? plan->ints == plan->launch[0].ints && plan->int_count == plan->launch[0].int_count
+              : !plan->ints && !plan->int_count);
     if (check_failed) {
         CHECK_FAIL("%s on %s", name, backend);
     }
@@ -174,11 +178,11 @@ static void check_case(const attention_case *c, uint64_t seed)
     problem_make(&p, c, seed);
     note_count = 0;
     (void)orchard_attention_forward(ctx, &p.forward); /* f64 is refused */
-    check_call(c, ORCH_OP_attention_forward, &p.forward);
+    check_call(c, &orch_attention_forward_op, &p.forward);
     if (p.has_backward) {
         note_count = 0;
         (void)orchard_attention_backward(ctx, &p.backward);
-        check_call(c, ORCH_OP_attention_backward, &p.backward);
+        check_call(c, &orch_attention_backward_op, &p.backward);
     }
     problem_free(&p);
 }
@@ -404,15 +408,24 @@ static void memory_fails(void)
     account a = {.left = -1};
     orchard_launches *plan = NULL;
     orchard_attention_forward_args args = small_call(ORCHARD_F32);
-    WORKS(orchard_ctx_create(
-        &ctx, &(orchard_ctx_opts){.alloc = counting_alloc, .alloc_user = &a, .threads = 1}));
-    const int64_t before = a.bytes;
-    a.left = 0;
-    FAILS(orchard_launches_create(ctx, &plan, "attention_forward", &args, "metal", &apple),
-          ORCHARD_ERROR_MEMORY);
-    SAYS("launches: no memory for a plan");
-    CHECK(plan == NULL && a.bytes == before);
-    a.left = 1; /* one allocation is all it takes */
+    const orchard_ctx_opts opts = {.alloc = counting_alloc, .alloc_user = &a, .threads = 1};
+    WORKS(orchard_ctx_create(&ctx, &opts));
+    for (int left = 0; left < 3; left++) { /* the context's plan, its launches; the block */
+        a.left = left;
+        FAILS(orchard_launches_create(ctx, &plan, "attention_forward", &args, "metal", &apple),
+              ORCHARD_ERROR_MEMORY);
+        SAYS("launches: no memory for a plan");
+        CHECK(plan == NULL);
+        orchard_ctx_free(ctx);
+        a = (account){.left = -1};
+        WORKS(orchard_ctx_create(&ctx, &opts));
+    }
+    a.left = 3;
+    WORKS(orchard_launches_create(ctx, &plan, "attention_forward", &args, "metal", &apple));
+    CHECK(a.left == 0);
+    orchard_launches_free(plan);
+    const int64_t before = a.bytes; /* the plan's memory stays with the context */
+    a.left = 1;
     WORKS(orchard_launches_create(ctx, &plan, "attention_forward", &args, "metal", &apple));
     CHECK(a.left == 0 && a.bytes > before);
     orchard_launches_free(plan);

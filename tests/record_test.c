@@ -193,16 +193,16 @@ static void spoil(const orch_call *call)
 
 /* ---- A device that fails, without a device --------------------------------------------------- */
 
-static const char *take_all(const orch_call *call, size_t *scratch_bytes)
+static const char *take_all(const orch_call *call, orch_plan *plan)
 {
     (void)call;
-    *scratch_bytes = 0;
+    plan->scratch_bytes = 0;
     return NULL;
 }
 
-static orchard_status fail_before_commit(const orch_call *call, void *scratch)
+static orchard_status fail_before_commit(const orch_call *call, orch_plan *plan, void *scratch)
 {
-    (void)call, (void)scratch;
+    (void)call, (void)plan, (void)scratch;
     return orch_fail(ORCHARD_ERROR_COMPILE, "the compiler is drunk");
 }
 
@@ -212,11 +212,19 @@ static orch_device lost_device = {.class = &lost_class,
                                   .lost = true,
                                   .lost_why = "it fell off the bus"};
 
-static orchard_status fail_after_commit(const orch_call *call, void *scratch)
+static orchard_status fail_after_commit(const orch_call *call, orch_plan *plan, void *scratch)
 {
-    (void)scratch;
+    (void)plan, (void)scratch;
     call->ctx->device[ORCH_OPENCL] = &lost_device;
     return orch_fail(ORCHARD_ERROR_DEVICE, "it fell off the bus");
+}
+
+static orch_slot slot = {.plan = take_all};
+
+static const orch_slot *failing_slot(const orch_op *op)
+{
+    (void)op;
+    return &slot;
 }
 
 /* Both failures are recorded, with the call's own status and message untouched. */
@@ -224,12 +232,12 @@ static void failing_device(const char *where)
 {
     static fixture f;
     static orchard_replay_result result;
-    orch_slot slot = {.plan = take_all, .run = fail_before_commit};
+    slot.run = fail_before_commit;
     orch_backend fake = {.name = "fake",
                          .index = 1,
                          .on_device = true,
                          .device_kind = ORCH_OPENCL,
-                         .slots = {&slot, &slot}};
+                         .slot_of = failing_slot};
     char path[160];
     orchard_ctx *ctx;
     CHECK_INT(orchard_ctx_create(&ctx, &(orchard_ctx_opts){.backend = "opencl,cpu", .strict = -1}),

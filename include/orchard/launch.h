@@ -10,7 +10,7 @@
  *             n = 0;
  *             for each name of plan->operand: my_bind_memory(n++, my memory of that name)
  *             for each of plan->scratch_bytes: my_bind_memory(n++, my private memory)
- *             my_bind_bytes(n++, plan->ints, plan->int_count * sizeof(int64_t));
+ *             my_bind_bytes(n++, launch->ints, launch->int_count * sizeof(int64_t));
  *             my_bind_bytes(n++, plan->floats, plan->float_count * sizeof(float));
  *             my_dispatch(kernel, launch->groups, launch->threads);
  *         }
@@ -40,6 +40,12 @@ typedef struct orchard_launch {
     const char *source[ORCHARD_SOURCE_PIECES];
     int64_t groups[3];
     int32_t threads; /* of each group, in one dimension: groups[0] * threads threads in all */
+
+    /* The list of int64, of which each launch has its own (since 0.3). The plan's operand_count
+     * first ones say where operands start in what is bound for them, in elements: 0 as they come,
+     * yours to change. Everything else is the plan's. */
+    int32_t int_count;
+    int64_t *ints;
 } orchard_launch;
 
 /* Every kernel of a plan takes the same arguments in this order: the operands, the scratch memory,
@@ -56,9 +62,7 @@ typedef struct orchard_launches {
     const char *const *operand;
     const uint64_t *scratch_bytes; /* memory for kernels alone, aligned to 16; contents undefined */
 
-    /* The first operand_count ints say where operands start in what is bound for them, in elements:
-     * 0 as they come, yours to change. Everything else is the plan's. */
-    int64_t *ints;
+    int64_t *ints; /* launch[0].ints; NULL and int_count 0 if there is no launch */
     const float *floats;
 } orchard_launches;
 

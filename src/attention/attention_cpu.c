@@ -115,10 +115,12 @@ static size_t round_up(size_t bytes)
     return (bytes + 63) / 64 * 64;
 }
 
-/* `at` bytes into scratch; NULL while only counting. */
-static char *part_of(char *scratch, size_t at)
+/* The next part of scratch; *at goes on behind it. */
+static char *take(char **at, size_t bytes)
 {
-    return scratch ? scratch + at : NULL;
+    char *part = *at;
+    *at += bytes;
+    return part;
 }
 
 /* The n-th of `heads` heads in the order of work. Heads may lie beside each other in every row of
@@ -150,46 +152,51 @@ static void count_forward_tasks(orch_attention_cpu_plan *plan, int64_t *partials
     }
 }
 
-/* Fills the plan; with scratch NULL only counts. Returns the bytes needed. */
-static size_t forward_plan(const orch_call *call, orch_attention_cpu_plan *plan, char *scratch)
+typedef struct forward_job {
+    const orch_attention_cpu_kernels *kernels;
+    orch_attention_cpu_plan plan;
+    size_t batch_bytes, partial_bytes; /* of first_task and first_partial each; of all partials */
+} forward_job;
+
+_Static_assert(sizeof(forward_job) <= ORCH_PLAN_BYTES, "grow ORCH_PLAN_BYTES");
+
+/* Everything but where in scratch it will be. */
+static const char *plan_forward(const orch_call *call, orch_plan *answer)
 {
     const orch_attention *p = call->problem;
-    const orch_attention_cpu_kernels *kernels = choose_kernels(call->ctx->isa, p->dtype);
     const int64_t threads = call->ctx->threads;
-    size_t at = 0;
+    forward_job *job = (forward_job *)answer->own;
+    orch_attention_cpu_plan *plan = &job->plan;
     int64_t partials;
-    plan_blocks(plan, call, kernels, FORWARD_PANELS, forward_keys(orch_max(p->D, p->E)));
+    if (!orch_attention_has_queries(p)) {
+        return NULL;
+    }
+    job->kernels = choose_kernels(call->ctx->isa, p->dtype);
+    plan_blocks(plan, call, job->kernels, FORWARD_PANELS, forward_keys(orch_max(p->D, p->E)));
     count_forward_tasks(plan, &partials);
     while (threads > 1 && plan->tasks < 4 * threads && plan->block_panels > 2) {
         plan->block_panels /= 2;
         count_forward_tasks(plan, &partials);
     }
     plan->partial_bytes = (size_t)((p->E + 2) * plan->panel * plan->real_bytes);
-    plan->first_task = (int64_t *)scratch;
-    at += round_up((size_t)p->B * sizeof(int64_t));
-    plan->first_partial = (int64_t *)part_of(scratch, at);
-    at += round_up((size_t)p->B * sizeof(int64_t));
-    count_forward_tasks(plan, &partials);
-    plan->partials = part_of(scratch, at);
-    at += round_up((size_t)partials * plan->partial_bytes);
-    plan->worker_bytes = round_up(kernels->forward_bytes(plan));
-    plan->worker_scratch = part_of(scratch, at);
-    return at + plan->worker_bytes * (size_t)threads;
-}
-
-static const char *forward_plan_slot(const orch_call *call, size_t *scratch_bytes)
-{
-    orch_attention_cpu_plan plan;
-    if (orch_attention_has_queries(call->problem)) {
-        *scratch_bytes = forward_plan(call, &plan, NULL);
-    }
+    plan->worker_bytes = round_up(job->kernels->forward_bytes(plan));
+    job->batch_bytes = round_up((size_t)p->B * sizeof(int64_t));
+    job->partial_bytes = round_up((size_t)partials * plan->partial_bytes);
+    answer->scratch_bytes =
+        2 * job->batch_bytes + job->partial_bytes + plan->worker_bytes * (size_t)threads;
     return NULL;
 }
 
-typedef struct forward_job {
-    const orch_attention_cpu_kernels *kernels;
-    orch_attention_cpu_plan plan;
-} forward_job;
+static void place_forward(forward_job *job, char *scratch)
+{
+    orch_attention_cpu_plan *plan = &job->plan;
+    int64_t partials;
+    plan->first_task = (int64_t *)take(&scratch, job->batch_bytes);
+    plan->first_partial = (int64_t *)take(&scratch, job->batch_bytes);
+    plan->partials = take(&scratch, job->partial_bytes);
+    plan->worker_scratch = scratch;
+    count_forward_tasks(plan, &partials);
+}
 
 static orch_attention_task forward_task_at(const orch_attention_cpu_plan *plan, int64_t index)
 {
@@ -225,22 +232,21 @@ static void combine_task(int64_t index, int32_t worker, void *arg)
     }
 }
 
-static orchard_status forward_run(const orch_call *call, void *scratch)
+static orchard_status run_forward(const orch_call *call, orch_plan *plan, void *scratch)
 {
-    const orch_attention *p = call->problem;
-    forward_job job = {.kernels = choose_kernels(call->ctx->isa, p->dtype)};
-    if (!orch_attention_has_queries(p)) {
+    forward_job *job = (forward_job *)plan->own;
+    if (!orch_attention_has_queries(call->problem)) {
         return ORCHARD_OK;
     }
-    forward_plan(call, &job.plan, scratch);
-    orch_parallel(call->ctx, job.plan.tasks, forward_task, &job);
-    if (job.plan.worker_scratch != job.plan.partials) {
-        orch_parallel(call->ctx, job.plan.tasks, combine_task, &job);
+    place_forward(job, scratch);
+    orch_parallel(call->ctx, job->plan.tasks, forward_task, job);
+    if (job->partial_bytes) {
+        orch_parallel(call->ctx, job->plan.tasks, combine_task, job);
     }
     return ORCHARD_OK;
 }
 
-const orch_slot orch_attention_forward_cpu = {.plan = forward_plan_slot, .run = forward_run};
+const orch_slot orch_attention_forward_cpu = {.plan = plan_forward, .run = run_forward};
 
 /* ---- Backward -------------------------------------------------------------------------------- */
 
@@ -250,7 +256,10 @@ typedef struct backward_job {
     int64_t splits;    /* largest of all batch elements */
     int64_t wave;      /* key heads (b, g) whose sums exist at once, where there are splits */
     int64_t wave_from; /* the current wave's first */
+    size_t sums_bytes, sink_bytes; /* of all sums, of all sink_terms */
 } backward_job;
+
+_Static_assert(sizeof(backward_job) <= ORCH_PLAN_BYTES, "grow ORCH_PLAN_BYTES");
 
 /* Whether each element of dbias belongs to one pair: every size is full, or there is only one to
  * repeat. */
@@ -274,12 +283,16 @@ static bool visits_batch(const orch_attention *p, const orch_attention_cpu_plan 
            (orch_attention_has_keys(p) && (p->dk.present || p->dv.present));
 }
 
-static size_t backward_plan(const orch_call *call, backward_job *job, char *scratch)
+/* As forward's. */
+static const char *plan_backward(const orch_call *call, orch_plan *answer)
 {
     const orch_attention *p = call->problem;
     const int64_t threads = call->ctx->threads;
+    backward_job *job = (backward_job *)answer->own;
     orch_attention_cpu_plan *plan = &job->plan;
-    size_t at = 0;
+    if (p->dsinks.present && p->H > 0 && p->total_t > (INT64_C(1) << 48) / p->H) {
+        return "more rows than the terms of dsinks have room for";
+    }
     job->kernels = choose_kernels(call->ctx->isa, p->dtype);
     plan_blocks(plan, call, job->kernels, BACKWARD_PANELS, backward_keys(orch_max(p->D, p->E)));
     plan->dbias_direct = dbias_is_direct(p);
@@ -298,23 +311,13 @@ static size_t backward_plan(const orch_call *call, backward_job *job, char *scra
         (size_t)(plan->sums_rows * (plan->width_k + plan->width_v) * plan->real_bytes));
     job->wave = orch_ceil_div(2 * threads, job->splits);
     job->wave = job->wave < p->B * p->G ? job->wave : p->B * p->G;
-    plan->sums = scratch;
-    at += (size_t)plan->sums_bytes * (size_t)(job->splits == 1 ? threads : job->wave * job->splits);
-    plan->sink_terms = part_of(scratch, at);
-    at += p->dsinks.present ? round_up((size_t)(p->H * p->total_t * plan->real_bytes)) : 0;
+    job->sums_bytes =
+        (size_t)plan->sums_bytes * (size_t)(job->splits == 1 ? threads : job->wave * job->splits);
+    job->sink_bytes =
+        p->dsinks.present ? round_up((size_t)(p->H * p->total_t * plan->real_bytes)) : 0;
     plan->worker_bytes = round_up(job->kernels->backward_bytes(plan));
-    plan->worker_scratch = part_of(scratch, at);
-    return at + plan->worker_bytes * (size_t)threads;
-}
-
-static const char *backward_plan_slot(const orch_call *call, size_t *scratch_bytes)
-{
-    const orch_attention *p = call->problem;
-    backward_job job;
-    if (p->dsinks.present && p->H > 0 && p->total_t > (INT64_C(1) << 48) / p->H) {
-        return "more rows than the terms of dsinks have room for";
-    }
-    *scratch_bytes = backward_plan(call, &job, NULL);
+    answer->scratch_bytes =
+        job->sums_bytes + job->sink_bytes + plan->worker_bytes * (size_t)threads;
     return NULL;
 }
 
@@ -388,31 +391,33 @@ static void dsinks_task(int64_t h, int32_t worker, void *arg)
     job->kernels->dsinks(&job->plan, h);
 }
 
-static orchard_status backward_run(const orch_call *call, void *scratch)
+static orchard_status run_backward(const orch_call *call, orch_plan *plan, void *scratch)
 {
     const orch_attention *p = call->problem;
     const int64_t pairs = p->B * p->G;
-    backward_job job;
-    backward_plan(call, &job, scratch);
-    if (visits_batch(p, &job.plan)) {
-        if (job.splits == 1) {
-            orch_parallel(call->ctx, pairs, backward_whole, &job);
+    backward_job *job = (backward_job *)plan->own;
+    char *at = scratch;
+    job->plan.sums = take(&at, job->sums_bytes);
+    job->plan.sink_terms = take(&at, job->sink_bytes);
+    job->plan.worker_scratch = at;
+    if (visits_batch(p, &job->plan)) {
+        if (job->splits == 1) {
+            orch_parallel(call->ctx, pairs, backward_whole, job);
         }
-        for (job.wave_from = 0; job.splits > 1 && job.wave_from < pairs;
-             job.wave_from += job.wave) {
-            const int64_t left = pairs - job.wave_from;
-            const int64_t tasks = (left < job.wave ? left : job.wave) * job.splits;
-            orch_parallel(call->ctx, tasks, backward_split, &job);
-            orch_parallel(call->ctx, tasks, store_split, &job);
+        for (job->wave_from = 0; job->splits > 1 && job->wave_from < pairs;
+             job->wave_from += job->wave) {
+            const int64_t tasks = orch_min(pairs - job->wave_from, job->wave) * job->splits;
+            orch_parallel(call->ctx, tasks, backward_split, job);
+            orch_parallel(call->ctx, tasks, store_split, job);
         }
     }
-    if (p->dbias.present && !job.plan.dbias_direct) {
-        orch_parallel(call->ctx, job.kernels->dbias_tasks(&job.plan), dbias_task, &job);
+    if (p->dbias.present && !job->plan.dbias_direct) {
+        orch_parallel(call->ctx, job->kernels->dbias_tasks(&job->plan), dbias_task, job);
     }
     if (p->dsinks.present) {
-        orch_parallel(call->ctx, p->H, dsinks_task, &job);
+        orch_parallel(call->ctx, p->H, dsinks_task, job);
     }
     return ORCHARD_OK;
 }
 
-const orch_slot orch_attention_backward_cpu = {.plan = backward_plan_slot, .run = backward_run};
+const orch_slot orch_attention_backward_cpu = {.plan = plan_backward, .run = run_backward};

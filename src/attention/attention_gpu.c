@@ -141,7 +141,7 @@ void orch_attention_add_launch(orch_gpu_plan *plan, const char *name, const char
     const char *const dtype = p->dtype == ORCHARD_F32   ? "f32"
                               : p->dtype == ORCHARD_F16 ? "f16"
                                                         : "bf16";
-    orch_gpu_launch *launch = &plan->launch[plan->launch_count++];
+    orch_gpu_launch *launch = orch_gpu_add_launch(plan);
     *launch = (orch_gpu_launch){.name = name,
                                 .text = text,
                                 .common = orch_text_attention_common_k,
@@ -281,7 +281,6 @@ static const char *too_much_scratch(const orch_gpu_plan *plan, const orch_device
 static const char *begin(orch_gpu_plan *plan, const orch_attention *p, const orch_device_caps *caps,
                          const orch_view *const *views, int operands, sizes *n)
 {
-    *plan = (orch_gpu_plan){0};
     const char *why_not = refusal(p, caps);
     if (!why_not) {
         *n = sizes_of(p, caps);

@@ -189,10 +189,10 @@ static void forward_row(const place *at, int64_t i)
     }
 }
 
-static orchard_status forward(const orch_call *call, void *scratch)
+static orchard_status forward(const orch_call *call, orch_plan *plan, void *scratch)
 {
     const orch_attention *p = call->problem;
-    (void)scratch;
+    (void)plan, (void)scratch;
     for (int64_t b = 0; b < p->B && orch_attention_has_queries(p); b++) {
         for (int64_t h = 0; h < p->H; h++) {
             const place at = place_at(p, b, h);
@@ -388,9 +388,10 @@ static void backward_sink(const orch_attention *p, row *rows, int64_t h)
     orch_element_store(p->dsinks.dtype, p->dsinks.data, h * p->dsinks.head, sum);
 }
 
-static orchard_status backward(const orch_call *call, void *scratch)
+static orchard_status backward(const orch_call *call, orch_plan *plan, void *scratch)
 {
     const orch_attention *p = call->problem;
+    (void)plan;
     row *rows = scratch;
     for (int64_t b = 0; b < p->B && orch_attention_has_queries(p); b++) {
         for (int64_t h = 0; h < p->H; h++) {
@@ -422,17 +423,17 @@ static orchard_status backward(const orch_call *call, void *scratch)
 
 /* ---- Slots ----------------------------------------------------------------------------------- */
 
-static const char *plan_forward(const orch_call *call, size_t *scratch_bytes)
+static const char *plan_forward(const orch_call *call, orch_plan *plan)
 {
     (void)call;
-    *scratch_bytes = 0;
+    plan->scratch_bytes = 0;
     return NULL;
 }
 
-static const char *plan_backward(const orch_call *call, size_t *scratch_bytes)
+static const char *plan_backward(const orch_call *call, orch_plan *plan)
 {
     const orch_attention *p = call->problem;
-    *scratch_bytes = (size_t)(p->H * p->total_t) * sizeof(row);
+    plan->scratch_bytes = (size_t)(p->H * p->total_t) * sizeof(row);
     return NULL;
 }
 

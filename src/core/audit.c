@@ -159,13 +159,14 @@ static void compare_output(const orchard_tensor *value, const orchard_tensor *ex
 static bool run_ref(const orch_call *call)
 {
     orchard_ctx *ctx = call->ctx;
-    size_t bytes;
-    call->op->ref->plan(call, &bytes);
+    orch_plan plan = {.scratch_bytes = 0};
+    call->op->ref->plan(call, &plan);
+    const size_t bytes = plan.scratch_bytes;
     void *scratch = bytes ? ctx->alloc(ctx->alloc_user, NULL, 0, bytes) : NULL;
     if (bytes && !scratch) {
         return false;
     }
-    call->op->ref->run(call, scratch);
+    call->op->ref->run(call, &plan, scratch);
     if (scratch) {
         ctx->alloc(ctx->alloc_user, scratch, bytes, 0);
     }

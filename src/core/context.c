@@ -294,6 +294,10 @@ void orchard_ctx_free(orchard_ctx *ctx)
         }
     }
     orch_watch_close(ctx, ctx->watch);
+    if (ctx->gpu_plan) {
+        orch_gpu_plan_free(ctx->gpu_plan);
+        ctx->alloc(ctx->alloc_user, ctx->gpu_plan, sizeof *ctx->gpu_plan, 0);
+    }
     if (ctx->scratch) {
         ctx->alloc(ctx->alloc_user, ctx->scratch, ctx->scratch_bytes, 0);
     }

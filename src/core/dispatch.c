@@ -30,7 +30,8 @@ typedef struct call_state {
     orch_copies copies;
     orch_copies before; /* what inputs held that the call overwrites; only where a watch asks */
     orch_call call;
-    bool on_host; /* all operands can be read by the CPU */
+    orch_plan plan; /* of the backend that was asked last */
+    bool on_host;   /* all operands can be read by the CPU */
 
     orch_watch *watch;                /* NULL: nobody asked for anything beside the call */
     const orch_backend *const *order; /* the context's backends as they are asked */
@@ -39,11 +40,11 @@ typedef struct call_state {
     char story[ORCH_RECORD_STORY]; /* what happened, in lines; only with a watch */
 } call_state;
 
-static const char *ask(const orch_call *call, size_t *scratch_bytes)
+static const char *ask(call_state *j)
 {
-    const orch_slot *slot = call->backend->slot_of(call->op);
-    *scratch_bytes = 0;
-    return slot ? slot->plan(call, scratch_bytes) : not_implemented;
+    const orch_slot *slot = j->call.backend->slot_of(j->call.op);
+    j->plan.scratch_bytes = 0;
+    return slot ? slot->plan(&j->call, &j->plan) : not_implemented;
 }
 
 static void debug_line(const orch_call *call, const char *what)
@@ -152,7 +153,7 @@ static orchard_status run_on_host(call_state *j, void *scratch, const char **rea
         return fetched;
     }
     const uint64_t mode = orch_float_mode_enter();
-    orchard_status status = call->backend->slot_of(call->op)->run(call, scratch);
+    orchard_status status = call->backend->slot_of(call->op)->run(call, &j->plan, scratch);
     orch_float_mode_leave(mode);
     return status ? status : orch_operands_store(call->operands, call->operand_count, &j->copies);
 }
@@ -161,7 +162,7 @@ static orchard_status run_on_host(call_state *j, void *scratch, const char **rea
 static orchard_status run_on_device(call_state *j, const char **reason)
 {
     const orch_call *call = &j->call;
-    const orchard_status status = call->backend->slot_of(call->op)->run(call, NULL);
+    const orchard_status status = call->backend->slot_of(call->op)->run(call, &j->plan, NULL);
     const orch_device *device = call->ctx->device[call->backend->device_kind];
     if (status && !(device && device->lost)) {
         *reason = orch_gpu_failed_step(call->ctx, status);
@@ -178,14 +179,14 @@ static orchard_status run_on_device(call_state *j, const char **reason)
 static orchard_status attempt(call_state *j, const char **reason)
 {
     const orch_call *call = &j->call;
-    size_t scratch_bytes;
-    *reason = ask(call, &scratch_bytes);
+    *reason = ask(j);
     if (*reason) {
         return orch_fail(ORCHARD_ERROR_UNSUPPORTED, "%s", *reason);
     }
     if (call->backend->on_device) {
         return run_on_device(j, reason);
     }
+    const size_t scratch_bytes = j->plan.scratch_bytes;
     void *scratch = scratch_bytes ? orch_scratch(call->ctx, scratch_bytes) : NULL;
     if (scratch_bytes && !scratch) {
         *reason = no_scratch;
@@ -424,15 +425,14 @@ static void explain(call_state *j, orchard_explanation *explanation)
     memset(explanation, 0, sizeof *explanation);
     for (int32_t i = 0; i < ctx->backend_count; i++) {
         const orch_backend *backend = j->call.backend = j->order[i];
-        size_t scratch_bytes;
-        const char *reason = ask(&j->call, &scratch_bytes);
+        const char *reason = ask(j);
         explanation->name[i] = backend->name;
         explanation->reason[i] = reason;
         explanation->asked = i + 1;
         if (!reason) {
             explanation->backend = backend->name;
             explanation->cpu = backend->uses_isa ? orch_isa_names[ctx->isa] : NULL;
-            explanation->scratch_bytes = scratch_bytes;
+            explanation->scratch_bytes = j->plan.scratch_bytes;
             explain_route(j, i, explanation);
         }
         if (!reason || ctx->strict) {

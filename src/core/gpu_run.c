@@ -18,6 +18,7 @@ static const char is_cpu[] = "the device is this CPU, which the cpu backend uses
 static const char elsewhere[] = "an operand lies in private memory of another device";
 static const char buffer_too_large[] = "an operand is larger than the device's largest buffer";
 
+const char orch_gpu_no_plan[] = "no memory for the plan of a device";
 static const char no_memory[] = "the device has no memory left";
 static const char not_compiled[] = "the device's compiler refused a kernel";
 static const char not_built[] = "the device could not build a kernel";
@@ -31,45 +32,57 @@ static uint64_t extent_of(const orch_operand *operand)
     return orch_tensor_present(operand->tensor) ? orch_tensor_extent(operand->tensor) : 0;
 }
 
+/* The context's plan, empty; NULL: there is no memory for it. */
+static orch_gpu_plan *empty_plan(orchard_ctx *ctx)
+{
+    if (!ctx->gpu_plan) {
+        orch_gpu_plan *made = ctx->alloc(ctx->alloc_user, NULL, 0, sizeof *made);
+        if (!made) {
+            return NULL;
+        }
+        *made = (orch_gpu_plan){.alloc = ctx->alloc, .alloc_user = ctx->alloc_user};
+        ctx->gpu_plan = made;
+    }
+    orch_gpu_plan_empty(ctx->gpu_plan);
+    return ctx->gpu_plan;
+}
+
 const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps,
-                             orch_gpu_plan *plan)
+                             orch_gpu_plan **plan)
 {
     for (int32_t i = 0; i < call->operand_count; i++) {
         if (extent_of(&call->operands[i]) > caps->buffer_bytes) {
             return buffer_too_large;
         }
     }
-    memset(plan, 0, sizeof *plan);
-    return call->op->device_plan(call->problem, caps, plan);
+    *plan = empty_plan(call->ctx);
+    if (!*plan) {
+        return orch_gpu_no_plan;
+    }
+    const char *reason = call->op->device_plan(call->problem, caps, *plan);
+    return reason ? reason : (*plan)->out_of_memory ? orch_gpu_no_plan : NULL;
 }
 
-static const char *plan_call(const orch_call *call, orch_device **device, orch_gpu_plan *plan)
+const char *orch_gpu_ask(const orch_call *call, orch_plan *plan)
 {
     const orch_device_kind kind = call->backend->device_kind;
-    *device = orch_ctx_device(call->ctx, kind);
-    if (!*device) {
+    const orch_device *device = orch_ctx_device(call->ctx, kind);
+    if (!device) {
         return no_device[kind];
     }
-    if ((*device)->caps.is_cpu && !call->ctx->backends_named) {
+    if (device->caps.is_cpu && !call->ctx->backends_named) {
         return is_cpu;
     }
     for (int32_t i = 0; i < call->operand_count; i++) {
         const orchard_buffer *buffer = call->operands[i].buffer;
-        if (extent_of(&call->operands[i]) && buffer && buffer->device != *device &&
+        if (extent_of(&call->operands[i]) && buffer && buffer->device != device &&
             !buffer->memory.contents) {
             return elsewhere;
         }
     }
-    return orch_gpu_plan_on(call, &(*device)->caps, plan);
-}
-
-const char *orch_gpu_ask(const orch_call *call, size_t *scratch_bytes)
-{
-    orch_device *device;
-    orch_gpu_plan plan;
-    const char *reason = plan_call(call, &device, &plan);
-    for (int32_t i = 0; !reason && i < plan.scratch_count; i++) {
-        *scratch_bytes += plan.scratch_bytes[i];
+    const char *reason = orch_gpu_plan_on(call, &device->caps, &plan->launches);
+    for (int32_t i = 0; !reason && i < plan->launches->scratch_count; i++) {
+        plan->scratch_bytes += plan->launches->scratch_bytes[i];
     }
     return reason;
 }
@@ -112,6 +125,27 @@ static orchard_status kernel_of(orchard_ctx *ctx, orch_device *device,
     return status;
 }
 
+static bool same_kernel(const orch_gpu_launch *a, const orch_gpu_launch *b)
+{
+    return a->text == b->text && a->common == b->common && a->helpers == b->helpers &&
+           strcmp(a->name, b->name) == 0 && strcmp(a->defines, b->defines) == 0;
+}
+
+/* Many launches have few kernels: each is looked up once. */
+static orchard_status find_kernels(orchard_ctx *ctx, orch_device *device, orch_gpu_plan *plan)
+{
+    for (int32_t i = 0; i < plan->launch_count; i++) {
+        orch_gpu_launch *launch = &plan->launch[i];
+        for (int32_t j = i - 1; j >= 0 && !launch->kernel; j--) {
+            launch->kernel = same_kernel(launch, &plan->launch[j]) ? plan->launch[j].kernel : NULL;
+        }
+        if (!launch->kernel) {
+            ORCH_TRY(kernel_of(ctx, device, launch, &launch->kernel));
+        }
+    }
+    return ORCHARD_OK;
+}
+
 /* ---- Scratch --------------------------------------------------------------------------------- */
 
 /* Kept by the context and reused by its next call, which the queue runs later. */
@@ -136,9 +170,17 @@ static orchard_status reserve_scratch(orchard_ctx *ctx, orch_device *device, orc
 
 /* ---- Launch ---------------------------------------------------------------------------------- */
 
-static void fill_arguments(orch_launch *launch, const orch_call *call, const orch_gpu_plan *plan,
-                           const orch_resolution_table *table)
+/* A call that is being launched. */
+typedef struct launching {
+    orch_gpu_plan *plan;
+    orch_launch launch; /* what all launches have in common is set once */
+    orch_argument *ints;
+} launching;
+
+static void fill_arguments(launching *l, const orch_call *call, const orch_resolution_table *table)
 {
+    const orch_gpu_plan *plan = l->plan;
+    orch_launch *launch = &l->launch;
     const orch_device_kind kind = call->backend->device_kind;
     void *some = NULL; /* what absent operands are bound to */
     for (int32_t i = 0; i < call->operand_count && !some; i++) {
@@ -153,33 +195,30 @@ static void fill_arguments(orch_launch *launch, const orch_call *call, const orc
         launch->argument[n++] =
             (orch_argument){.handle = call->ctx->device_scratch[kind][i].handle};
     }
-    launch->argument[n++] =
-        (orch_argument){.data = plan->ints, .bytes = (size_t)plan->int_count * sizeof *plan->ints};
+    l->ints = &launch->argument[n++];
     launch->argument[n++] = (orch_argument){
         .data = plan->floats, .bytes = (size_t)plan->float_count * sizeof *plan->floats};
     launch->argument_count = n;
 }
 
-/* All launches in one batch, which is committed only when every one of them was accepted. */
-static orchard_status launch_all(const orch_call *call, orch_device *device,
-                                 const orch_gpu_plan *plan, const orch_kernel *const *kernels,
+static const orch_launch *launch_at(void *user, int32_t i)
+{
+    launching *l = user;
+    const orch_gpu_launch *planned = &l->plan->launch[i];
+    const size_t count = (size_t)orch_gpu_set_ints(l->plan, planned);
+    *l->ints = (orch_argument){.data = l->plan->ints, .bytes = count * sizeof *l->plan->ints};
+    l->launch.kernel = planned->kernel;
+    l->launch.threads = planned->threads;
+    memcpy(l->launch.groups, planned->groups, sizeof l->launch.groups);
+    return &l->launch;
+}
+
+static orchard_status launch_all(const orch_call *call, orch_device *device, orch_gpu_plan *plan,
                                  const orch_resolution_table *table)
 {
-    orch_launch launch;
-    orch_batch *batch;
-    fill_arguments(&launch, call, plan, table);
-    ORCH_TRY(device->class->begin(device, &batch));
-    for (int32_t i = 0; i < plan->launch_count; i++) {
-        launch.kernel = kernels[i];
-        memcpy(launch.groups, plan->launch[i].groups, sizeof launch.groups);
-        launch.threads = plan->launch[i].threads;
-        const orchard_status status = device->class->launch(batch, &launch);
-        if (status) {
-            device->class->abandon(batch);
-            return status;
-        }
-    }
-    return device->class->commit(batch);
+    launching l = {.plan = plan};
+    fill_arguments(&l, call, table);
+    return device->class->submit(device, plan->launch_count, launch_at, &l);
 }
 
 /* Host memory was bound: the caller expects to read it when the call returns. What fails now, after
@@ -196,31 +235,24 @@ static orchard_status finish(orch_device *device, orch_resolution_table *table)
     return status;
 }
 
-orchard_status orch_gpu_run(const orch_call *call, void *scratch)
+orchard_status orch_gpu_run(const orch_call *call, orch_plan *answer, void *scratch)
 {
-    orch_device *device;
-    orch_gpu_plan plan;
+    const orch_device_kind kind = call->backend->device_kind;
+    orch_device *device = call->ctx->device[kind];
+    orch_gpu_plan *plan = answer->launches;
     orch_resolution_table table;
-    const orch_kernel *kernels[ORCH_GPU_MAX_LAUNCHES];
     (void)scratch;
     call->ctx->device_step = not_built;
-    const char *reason = plan_call(call, &device, &plan);
-    if (reason) {
-        return orch_fail(ORCHARD_ERROR_INTERNAL, "%s: a plan changed its mind: %s", call->op->name,
-                         reason);
-    }
-    for (int32_t i = 0; i < plan.launch_count; i++) {
-        ORCH_TRY(kernel_of(call->ctx, device, &plan.launch[i], &kernels[i]));
-    }
+    ORCH_TRY(find_kernels(call->ctx, device, plan));
     call->ctx->device_step = not_brought;
-    ORCH_TRY(reserve_scratch(call->ctx, device, call->backend->device_kind, &plan));
+    ORCH_TRY(reserve_scratch(call->ctx, device, kind, plan));
     ORCH_TRY(orch_resolve(&table, call, device));
     for (int32_t i = 0; i < call->operand_count; i++) {
         const size_t element = orchard_dtype_size(call->operands[i].tensor->dtype);
-        plan.ints[i] = element ? (int64_t)(table.binding[i].offset / element) : 0;
+        plan->ints[i] = element ? (int64_t)(table.binding[i].offset / element) : 0;
     }
     call->ctx->device_step = not_started;
-    const orchard_status status = launch_all(call, device, &plan, kernels, &table);
+    const orchard_status status = launch_all(call, device, plan, &table);
     if (status) {
         orch_resolve_release(&table);
         return status;

@@ -5,9 +5,12 @@
 #include "core/dispatch.h"
 
 /* What a call would launch on a device that can so much: NULL and the plan, or why not. Operands
- * have been checked. Needs no device. */
+ * have been checked. Needs no device. The plan is the context's, until it makes the next one. */
 const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps,
-                             orch_gpu_plan *plan);
+                             orch_gpu_plan **plan);
+
+/* Among the reasons: the context's allocator has no memory for the plan. */
+extern const char orch_gpu_no_plan[];
 
 /* The text of a launch in a device's language ("cl", "metal"): these, one behind the other. The
  * first are the launch's own defines. */
@@ -15,8 +18,8 @@ const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps
 void orch_gpu_source(const orch_gpu_launch *launch, const char *language,
                      const char *pieces[ORCH_GPU_PIECES]);
 
-const char *orch_gpu_ask(const orch_call *call, size_t *scratch_bytes);
-orchard_status orch_gpu_run(const orch_call *call, void *scratch);
+const char *orch_gpu_ask(const orch_call *call, orch_plan *plan);
+orchard_status orch_gpu_run(const orch_call *call, orch_plan *plan, void *scratch);
 
 /* The reason to report for a run that failed before commit: it names the step. */
 const char *orch_gpu_failed_step(const orchard_ctx *ctx, orchard_status status);

@@ -15,18 +15,25 @@
 static const char not_implemented[] = "not implemented on this backend";
 
 _Static_assert(ORCHARD_SOURCE_PIECES == ORCH_GPU_PIECES, "the same pieces");
-_Static_assert(ORCH_GPU_MAX_INTS * sizeof(int64_t) <= 4096, "the list fits one argument");
+_Static_assert((ORCH_GPU_MAX_INTS + ORCH_GPU_OWN_INTS) * sizeof(int64_t) <= 4096,
+               "the list fits one argument");
 _Static_assert(ORCH_MAX_OPERANDS + ORCH_GPU_MAX_SCRATCH + 2 <= ORCH_MAX_ARGUMENTS, "31 arguments");
 
-/* The one block. */
+/* One launch, with the memory behind its pointers. */
+typedef struct told {
+    char defines[ORCH_GPU_DEFINES];
+    int64_t ints[ORCH_GPU_MAX_INTS + ORCH_GPU_OWN_INTS];
+} told;
+
+/* The one block. Behind it: open.count of orchard_launch, then as many of `told`. */
 typedef struct handout {
     orchard_launches open; /* first: what the caller holds */
     orchard_alloc_fn alloc;
     void *alloc_user;
-    orchard_launch launch[ORCH_GPU_MAX_LAUNCHES];
+    size_t bytes;
     const char *operand[ORCH_MAX_OPERANDS];
     uint64_t scratch_bytes[ORCH_GPU_MAX_SCRATCH];
-    orch_gpu_plan plan;
+    float floats[ORCH_GPU_MAX_FLOATS];
 } handout;
 
 /* ---- The call -------------------------------------------------------------------------------- */
@@ -62,9 +69,22 @@ static orchard_status describe_device(const orchard_device_info *info, orch_devi
     return ORCHARD_OK;
 }
 
+/* What is known of a call before there is a block. */
+typedef struct answer {
+    const char *reason;
+    orch_gpu_plan *plan; /* the context's */
+    int32_t operand_count;
+    const char *operand[ORCH_MAX_OPERANDS];
+} answer;
+
+static orchard_status no_memory(size_t bytes)
+{
+    return orch_fail(ORCHARD_ERROR_MEMORY, "launches: no memory for a plan (%zu bytes)", bytes);
+}
+
 /* Checks as dispatch does, then asks the room. */
-static orchard_status make_plan(orch_call *call, const void *caller_args,
-                                const orch_device_caps *caps, handout *h)
+static orchard_status ask(orch_call *call, const void *caller_args, const orch_device_caps *caps,
+                          answer *a)
 {
     alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE], problem[ORCH_MAX_PROBLEM_SIZE];
     orch_operand operands[ORCH_MAX_OPERANDS] = {{0}};
@@ -83,45 +103,75 @@ static orchard_status make_plan(orch_call *call, const void *caller_args,
         call->problem = problem;
         call->operands = operands;
         call->operand_count = count;
-        h->open.reason =
-            call->backend->slot_of(op) ? orch_gpu_plan_on(call, caps, &h->plan) : not_implemented;
-        h->open.operand_count = count;
+        a->reason = call->backend->slot_of(call->op) ? orch_gpu_plan_on(call, caps, &a->plan)
+                                                     : not_implemented;
+        a->operand_count = count;
         for (int32_t i = 0; i < count; i++) {
-            h->operand[i] = operands[i].name;
+            a->operand[i] = operands[i].name;
         }
     }
     orch_copies_free(&copies);
-    return status;
+    return a->reason == orch_gpu_no_plan ? no_memory(sizeof(orch_gpu_plan)) : status;
 }
 
 /* ---- The block ------------------------------------------------------------------------------- */
 
-static void open_up(handout *h, const orch_backend *backend)
+static orchard_status make_block(orchard_ctx *ctx, const answer *a, handout **block)
 {
-    const orch_gpu_plan *plan = &h->plan;
+    const size_t count = a->reason ? 0 : (size_t)a->plan->launch_count;
+    const size_t bytes = sizeof **block + count * (sizeof(orchard_launch) + sizeof(told));
+    handout *h = *block = ctx->alloc(ctx->alloc_user, NULL, 0, bytes);
+    if (!h) {
+        return no_memory(bytes);
+    }
+    memset(h, 0, sizeof *h);
+    h->alloc = ctx->alloc;
+    h->alloc_user = ctx->alloc_user;
+    h->bytes = bytes;
+    memcpy(h->operand, a->operand, sizeof h->operand);
+    h->open.reason = a->reason;
+    h->open.operand_count = a->operand_count;
+    h->open.operand = h->operand;
+    return ORCHARD_OK;
+}
+
+static void tell_launch(orchard_launch *launch, told *t, orch_gpu_plan *plan, int32_t i,
+                        const char *language)
+{
+    const orch_gpu_launch *planned = &plan->launch[i];
+    *launch = (orchard_launch){.kernel = planned->name,
+                               .threads = planned->threads,
+                               .int_count = orch_gpu_set_ints(plan, planned),
+                               .ints = t->ints};
+    memcpy(launch->groups, planned->groups, sizeof launch->groups);
+    orch_gpu_source(planned, language, launch->source);
+    memcpy(t->defines, planned->defines, sizeof t->defines);
+    launch->source[0] = t->defines;
+    memcpy(t->ints, plan->ints, (size_t)launch->int_count * sizeof *t->ints);
+}
+
+static void tell_all(handout *h, orch_gpu_plan *plan, const orch_backend *backend)
+{
     orchard_launches *open = &h->open;
     const char *language = backend->device_kind == ORCH_METAL ? "metal" : "cl";
-    open->operand = h->operand;
-    if (open->reason) {
-        return;
-    }
+    orchard_launch *launch = (orchard_launch *)(h + 1);
+    told *t = (told *)(launch + plan->launch_count);
     open->count = plan->launch_count;
-    open->launch = h->launch;
+    open->launch = launch;
     open->scratch_count = plan->scratch_count;
     open->scratch_bytes = h->scratch_bytes;
-    open->int_count = plan->int_count;
-    open->ints = h->plan.ints;
     open->float_count = plan->float_count;
-    open->floats = plan->floats;
+    open->floats = h->floats;
+    memcpy(h->floats, plan->floats, sizeof h->floats);
     for (int32_t i = 0; i < plan->scratch_count; i++) {
         h->scratch_bytes[i] = plan->scratch_bytes[i];
     }
     for (int32_t i = 0; i < plan->launch_count; i++) {
-        orchard_launch *launch = &h->launch[i];
-        launch->kernel = plan->launch[i].name;
-        launch->threads = plan->launch[i].threads;
-        memcpy(launch->groups, plan->launch[i].groups, sizeof launch->groups);
-        orch_gpu_source(&plan->launch[i], language, launch->source);
+        tell_launch(&launch[i], &t[i], plan, i, language);
+    }
+    if (plan->launch_count) {
+        open->int_count = launch[0].int_count;
+        open->ints = launch[0].ints;
     }
 }
 
@@ -131,6 +181,8 @@ orchard_status orchard_launches_create(orchard_ctx *ctx, orchard_launches **laun
 {
     orch_device_caps caps;
     orch_call call = {.ctx = ctx};
+    answer a = {0};
+    handout *h;
     if (launches) {
         *launches = NULL;
     }
@@ -146,20 +198,11 @@ orchard_status orchard_launches_create(orchard_ctx *ctx, orchard_launches **laun
     ORCH_TRY(orch_op_find("launches", op, &call.op));
     ORCH_TRY(find_backend(backend, &call.backend));
     ORCH_TRY(describe_device(device, &caps));
-    handout *h = ctx->alloc(ctx->alloc_user, NULL, 0, sizeof *h);
-    if (!h) {
-        return orch_fail(ORCHARD_ERROR_MEMORY, "launches: no memory for a plan (%zu bytes)",
-                         sizeof *h);
+    ORCH_TRY(ask(&call, args, &caps, &a));
+    ORCH_TRY(make_block(ctx, &a, &h));
+    if (!a.reason) {
+        tell_all(h, a.plan, call.backend);
     }
-    memset(h, 0, sizeof *h);
-    h->alloc = ctx->alloc;
-    h->alloc_user = ctx->alloc_user;
-    const orchard_status status = make_plan(&call, args, &caps, h);
-    if (status) {
-        orchard_launches_free(&h->open);
-        return status;
-    }
-    open_up(h, call.backend);
     *launches = &h->open;
     return ORCHARD_OK;
 }
@@ -168,6 +211,6 @@ void orchard_launches_free(orchard_launches *launches)
 {
     if (launches) {
         handout *h = (handout *)launches;
-        h->alloc(h->alloc_user, h, sizeof *h, 0);
+        h->alloc(h->alloc_user, h, h->bytes, 0);
     }
 }

@@ -6,7 +6,9 @@
 
 #include <orchard/ops.h>
 
+#include <stdalign.h>
 #include <stdbool.h>
+#include <stddef.h>
 
 #include "core/audit.h"
 #include "core/ops.h"
@@ -15,13 +17,24 @@
 
 struct orch_call;
 
-/* A host backend's way to do one operation. */
+#define ORCH_PLAN_BYTES 2048
+
+/* What a slot's plan found out, for its run. Each backend that is asked gets it anew. */
+typedef struct orch_plan {
+    size_t scratch_bytes;    /* beside the operands; 0 to begin with */
+    orch_gpu_plan *launches; /* of a device; the context owns it, until its next plan */
+    alignas(max_align_t) unsigned char own[ORCH_PLAN_BYTES]; /* the slot's own struct */
+} orch_plan;
+
+/* A backend's way to do one operation. */
 typedef struct orch_slot {
-    /* NULL: yes, with *scratch_bytes set. Otherwise why not, a string that lives as long as the
-     * process. Must not write anything else: explain calls it too. */
-    const char *(*plan)(const struct orch_call *call, size_t *scratch_bytes);
-    /* Runs with that much scratch, aligned to 64. */
-    orchard_status (*run)(const struct orch_call *call, void *scratch);
+    /* NULL: yes, and the plan. Otherwise why not, a string that lives as long as the process. Must
+     * not write anything else: explain calls it too. */
+    const char *(*plan)(const struct orch_call *call, orch_plan *plan);
+    /* Runs that plan, once, which it may change; on the host with scratch_bytes of scratch, aligned
+     * to 64. Operands may have moved since, to copies of the same shape. On a device it may fail
+     * before it commits, with nothing written: the next backend takes the call then. */
+    orchard_status (*run)(const struct orch_call *call, orch_plan *plan, void *scratch);
 } orch_slot;
 
 /* From which header version on an args struct had which size. */

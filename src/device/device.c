@@ -122,6 +122,21 @@ orchard_status orch_device_kernel(orch_device *device, const char *name, const c
     return status;
 }
 
+orchard_status orch_device_submit_alone(orch_device *device, int32_t count, orch_launch_fn launch,
+                                        void *user)
+{
+    orch_batch *batch;
+    ORCH_TRY(device->class->begin(device, &batch));
+    for (int32_t i = 0; i < count; i++) {
+        const orchard_status status = device->class->launch(batch, launch(user, i));
+        if (status) {
+            device->class->abandon(batch);
+            return status;
+        }
+    }
+    return device->class->commit(batch);
+}
+
 /* ---- Open devices ---------------------------------------------------------------------------- */
 
 /* What is known about each kind. Drivers do not survive fork (their threads are gone), so `pid`

@@ -66,6 +66,9 @@ typedef struct orch_launch {
     int32_t threads; /* of each group, in one dimension */
 } orch_launch;
 
+/* Launch i of a call; valid until the next one is asked for. May be asked for more than once. */
+typedef const orch_launch *(*orch_launch_fn)(void *user, int32_t i);
+
 /* What each implementation provides. */
 typedef struct orch_device_class {
     const char *name;     /* "opencl", "metal": the backend's name too */
@@ -103,6 +106,10 @@ typedef struct orch_device_class {
     orchard_status (*commit)(orch_batch *batch);
     void (*abandon)(orch_batch *batch);
 
+    /* A whole call: all of its launches or, where this fails, none. Calls run in the order in which
+     * they were submitted, by whichever thread, and of batches and calls what came first. */
+    orchard_status (*submit)(orch_device *device, int32_t count, orch_launch_fn launch, void *user);
+
     /* Until all that was committed is done and wrapped host memory shows it. *seconds (may be
      * NULL): how long the device worked on the last batch, 0 where it does not tell. */
     orchard_status (*wait)(orch_device *device, double *seconds);
@@ -133,6 +140,10 @@ void orch_device_close(orch_device *device);
 
 /* One more owner, who closes it too. Returns the device. */
 orch_device *orch_device_retain(orch_device *device);
+
+/* `submit` of a device that keeps nothing back: the call is a batch of its own. */
+orchard_status orch_device_submit_alone(orch_device *device, int32_t count, orch_launch_fn launch,
+                                        void *user);
 
 /* After commit something failed: from now on every call on the device fails, and for the rest of
  * the process the default device of its kind is not opened again, so that a new context goes on

@@ -65,6 +65,7 @@ static const orch_device_class metal_class = {
     .copy = orch_metal_copy,
     .commit = orch_metal_commit,
     .abandon = orch_metal_abandon,
+    .submit = orch_device_submit_alone,
     .wait = orch_metal_wait,
     .close = metal_close,
 };

@@ -265,6 +265,7 @@ static const orch_device_class opencl_class = {
     .copy = orch_opencl_copy,
     .commit = orch_opencl_commit,
     .abandon = orch_opencl_abandon,
+    .submit = orch_device_submit_alone,
     .wait = orch_opencl_wait,
     .close = close_device,
 };

@@ -96,6 +96,7 @@ class OneLaunch(NamedTuple):
     text: Tuple[bytes, Tuple[int, ...]]  # the defines, and where the other pieces are in memory
     threads: List[int]                   # of the whole grid, in three dimensions
     group: List[int]
+    ints: List[int]
 
 
 class Plan(NamedTuple):
@@ -103,7 +104,6 @@ class Plan(NamedTuple):
     operands: List[str]
     launches: List[OneLaunch]
     scratch: List[int]
-    ints: List[int]
     floats: List[float]
 
 
@@ -120,7 +120,8 @@ def _launch_of(raw: Launch) -> OneLaunch:
     first, *others = pieces
     width, height, depth = raw.groups
     return OneLaunch(kernel=raw.kernel.decode(), text=(ctypes.string_at(first), tuple(others)),
-                     threads=[width * raw.threads, height, depth], group=[raw.threads, 1, 1])
+                     threads=[width * raw.threads, height, depth], group=[raw.threads, 1, 1],
+                     ints=raw.ints[:raw.int_count])
 
 
 def make_plan(op: str, arguments: Arguments, device: DeviceInfo) -> Plan:
@@ -137,7 +138,7 @@ def make_plan(op: str, arguments: Arguments, device: DeviceInfo) -> Plan:
                     operands=[name.decode() for name in told.operand[:told.operand_count]],
                     launches=[_launch_of(told.launch[i]) for i in range(told.count)],
                     scratch=told.scratch_bytes[:told.scratch_count],
-                    ints=told.ints[:told.int_count], floats=told.floats[:told.float_count])
+                    floats=told.floats[:told.float_count])
     finally:
         lib.orchard_launches_free(raw)
 

@@ -302,11 +302,11 @@ class Launcher:
                 bound.append(tensor if present else self._dummy(device))
             for size in plan.scratch:
                 bound.append(torch.empty(size, dtype=torch.uint8, device=device))
-            bound += (plan.ints, plan.floats)
             if _launch.logging():
                 self._log_bound(op, plan.operands, operands)
             for launch, kernel in zip(plan.launches, ready.kernels):
-                kernel(*bound, threads=launch.threads, group_size=launch.group)
+                kernel(*bound, launch.ints, plan.floats, threads=launch.threads,
+                       group_size=launch.group)
         self.ran(op)
 
     def _log_bound(self, op: str, names: List[str],
