@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 from . import _structs, attention
 from ._context import Context
 from ._library import ArgumentError, check, lib
+from ._shown import shown
 from ._uncompiled import uncompiled
 from .arrays import Imagined, Operands
 
@@ -75,7 +76,7 @@ def explain(op: str, *operands: Any, **options: Any) -> Explanation:
     the same message.
     """
     if not isinstance(op, str) or op not in _EXPLAINED:
-        raise ArgumentError(f"explain: there is no operation {op!r}; there are: "
+        raise ArgumentError(f"explain: there is no operation {shown(op)}; there are: "
                             f"{', '.join(_EXPLAINED)}")
     function, ask = _EXPLAINED[op]
     call = inspect.signature(function).bind(*operands, **options)

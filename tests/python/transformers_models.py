@@ -66,7 +66,7 @@ def tokens(*shape):
 
 
 def padding(side, batch=3, length=14):
-    """[B,T] of 0 and 1: the second message 5 shorter, the third 9."""
+    """[B,T] of 0 and 1: the second sequence 5 shorter, the third 9."""
     keys = torch.ones(batch, length, dtype=torch.long)
     for row, missing in ((1, 5), (2, 9)):
         keys[row, -missing:] = 0
