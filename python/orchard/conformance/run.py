@@ -20,7 +20,7 @@ import threading
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from .cases import CASES, Case
-from .judge import CRASHES, HANGS, Verdict
+from .check import CRASHES, HANGS, Verdict
 from .targets import find
 
 Told = Callable[[Case, Verdict], None]
@@ -38,11 +38,11 @@ def chosen(only: Sequence[str] = (), large: bool = False) -> List[Case]:
 def run(target: str, cases: Sequence[Case], device: str = "cpu",
         told: Told = lambda case, verdict: None) -> Dict[str, Verdict]:
     """Every case in this process."""
-    found, judged = find(target), {}
+    found, verdicts = find(target), {}
     for case in cases:
-        judged[case.name] = case.run(found, device)
-        told(case, judged[case.name])
-    return judged
+        verdicts[case.name] = case.run(found, device)
+        told(case, verdicts[case.name])
+    return verdicts
 
 
 # ---- Isolated ------------------------------------------------------------------------------------
@@ -51,14 +51,14 @@ def run_isolated(target: str, cases: Sequence[Case], device: str = "cpu", limit:
                  memory: Optional[float] = None,
                  told: Told = lambda case, verdict: None) -> Dict[str, Verdict]:
     """Every case in a worker process, each with `limit` seconds; `memory` in GB, or no limit."""
-    judged: Dict[str, Verdict] = {}
+    verdicts: Dict[str, Verdict] = {}
     left = list(cases)
     while left:
         for case, verdict in one_worker(target, left, device, limit, memory):
-            judged[case.name] = verdict
+            verdicts[case.name] = verdict
             told(case, verdict)
-        left = [case for case in cases if case.name not in judged]
-    return judged
+        left = [case for case in cases if case.name not in verdicts]
+    return verdicts
 
 
 def one_worker(target: str, cases: Sequence[Case], device: str, limit: float,
