@@ -1,5 +1,5 @@
-"""The command: python -m orchard.conformance. Exit status 0: nothing is wrong, 1: something is,
-2: the command itself could not run, no case could be checked, or the output could not be written."""
+"""The command: python -m orchard.conformance. Exit status 0: nothing is wrong; 1: something is;
+2: the command could not run, no case could be checked, or the output could not be written."""
 
 from __future__ import annotations
 
