@@ -13,7 +13,7 @@ object (`orchard.active()` lists them):
 
 A call that Orchard serves is torch's in everything but the kernel. Every other call (nested
 tensors, other devices, sdpa_kernel(MATH), what torch refuses ...) goes to the original function
-untouched, and `orchard.counts()` tells how many, by reason. docs/pytorch.md tells what is
+untouched, and `orchard.counts()` says how many, by reason. docs/pytorch.md says what is
 not reached.
 """
 

@@ -257,7 +257,7 @@ def test_models_that_may_not_follow_the_interface(name, calls, config):
     ours.load_state_dict(eager.state_dict())
     ids = tokens(3, 14)
     with torch.no_grad(), pytest.warns(UserWarning, match="does not say that the models of"):
-        orchard_masks._unsure.cache_clear()
+        orchard_masks._why_not_sure.cache_clear()
         same(eager(ids)[0], ours(ids)[0])
     with torch.no_grad():
         for side in ("right", "left"):
@@ -276,9 +276,9 @@ def test_a_tower_that_does_not_follow_the_interface_beside_models_that_do():
     ours.load_state_dict(eager.state_dict())
     heard = torch.randn(2, 128, 128)
     with torch.no_grad(), pytest.warns(UserWarning, match="the models of Gemma4AudioConfig"):
-        orchard_masks._unsure.cache_clear()
+        orchard_masks._why_not_sure.cache_clear()
         same(eager(input_features=heard)[0], ours(input_features=heard)[0])
-    assert orchard_masks._unsure(T.Gemma4TextConfig) != orchard_masks._unsure(T.Gemma4AudioConfig)
+    assert orchard_masks._why_not_sure(T.Gemma4TextConfig) != orchard_masks._why_not_sure(T.Gemma4AudioConfig)
 
 
 # ---- Encoders, and encoders with decoders --------------------------------------------------------

@@ -80,7 +80,7 @@ class Watch:
         self.made = 0
         for name in ("sdpa_mask", "eager_mask"):
             monkeypatch.setattr(orchard_masks, name, self.counting(getattr(orchard_masks, name)))
-        orchard_masks._unsure.cache_clear()
+        orchard_masks._why_not_sure.cache_clear()
 
     def counting(self, real):
         @functools.wraps(real)  # its module too, by which orchard knows it

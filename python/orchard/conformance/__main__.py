@@ -145,16 +145,16 @@ def positive(text: str) -> float:
 
 
 def check_one(given: argparse.Namespace, name: str, cases, version: str):
-    """One target's verdicts, told line by line."""
+    """One target's verdicts, printed line by line."""
     say(f"{name}: {version}, device {given.device}, {len(cases)} cases")
 
-    def told(case, verdict) -> None:
+    def on_verdict(case, verdict) -> None:
         say(report.line(case, verdict))
 
     if given.isolate:
-        verdicts = run_isolated(name, cases, given.device, given.limit, given.memory, told)
+        verdicts = run_isolated(name, cases, given.device, given.limit, given.memory, on_verdict)
     else:
-        verdicts = run(name, cases, given.device, told)
+        verdicts = run(name, cases, given.device, on_verdict)
     say(f"{name}: {report.counts(verdicts)}")
     return verdicts
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from . import formula
-from .check import (ABSENT, HEAVY, NO_FLOAT64, PASSES, UNSEEN, WRONG, Reference, Verdict, Wrong,
-                    ask, check, compare, raised, references)
+from .check import (ABSENT, HEAVY, NO_FLOAT64, NOT_MEASURED, PASSES, WRONG, Reference, Verdict,
+                    Wrong, ask, check, compare, raised, references)
 from .problem import Inputs, Problem, build, has_float64
 
 Target = Callable
@@ -355,13 +355,13 @@ def status_bytes(field: str) -> int:
 @guarded
 def training_memory(target: Target, device: str) -> Verdict:
     if device != "cpu" or sys.platform != "linux":
-        return Verdict(UNSEEN, detail="told by Linux for the CPU only")
+        return Verdict(NOT_MEASURED, detail="measured on Linux for the CPU only")
     small = build(Problem(B=1, H=4, T=256, D=32), device)
     gradients(call(target, small), small)       # libraries load, threads start
     inputs = build(Problem(B=1, H=4, T=4096, D=32), device)
     peak = peak_bytes(lambda: gradients(call(target, inputs), inputs))
     if peak is None:
-        return Verdict(UNSEEN, detail="/proc is not there")
+        return Verdict(NOT_MEASURED, detail="/proc is not there")
     matrix = 4 * 4 * 4096 * 4096
     text = f"{peak / 2**20:.0f} MiB; one score matrix is {matrix / 2**20:.0f} MiB"
     return Verdict(PASSES if peak < matrix / 4 else HEAVY, detail=text)
@@ -370,7 +370,7 @@ def training_memory(target: Target, device: str) -> Verdict:
 @guarded
 def flat_memory(target: Target, device: str) -> Verdict:
     if device != "cpu" or sys.platform != "linux":
-        return Verdict(UNSEEN, detail="told by Linux for the CPU only")
+        return Verdict(NOT_MEASURED, detail="measured on Linux for the CPU only")
 
     whole = build(Problem(B=1, H=2, T=465, D=32, no_grad=True), device)
 

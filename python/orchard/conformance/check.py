@@ -27,10 +27,10 @@ from . import formula
 from .problem import Inputs, Problem, build
 
 PASSES, WRONG, RAISES, ABSENT = "passes", "wrong", "raises", "not offered"
-HEAVY, CRASHES, HANGS, UNSEEN = "too heavy", "crashes", "hangs", "not measured"
+HEAVY, CRASHES, HANGS, NOT_MEASURED = "too heavy", "crashes", "hangs", "not measured"
 
 # From best to worst: a case of several problems has the worst of their verdicts.
-ORDER = (PASSES, UNSEEN, ABSENT, HEAVY, RAISES, WRONG, HANGS, CRASHES)
+ORDER = (PASSES, NOT_MEASURED, ABSENT, HEAVY, RAISES, WRONG, HANGS, CRASHES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Verdict:
         return other if (other.bars or 0.0) > (self.bars or 0.0) else self
 
 
-NO_FLOAT64 = Verdict(UNSEEN, detail="checked in float64, which the device does not have")
+NO_FLOAT64 = Verdict(NOT_MEASURED, detail="checked in float64, which the device does not have")
 
 
 class Wrong(Exception):

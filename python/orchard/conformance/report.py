@@ -12,7 +12,8 @@ from typing import Dict, List, Sequence
 import torch
 
 from .cases import Case
-from .check import ABSENT, CRASHES, HANGS, HEAVY, ORDER, PASSES, RAISES, UNSEEN, WRONG, Verdict
+from .check import (ABSENT, CRASHES, HANGS, HEAVY, NOT_MEASURED, ORDER, PASSES, RAISES, WRONG,
+                    Verdict)
 from .run import to_json
 
 FAILURES = (WRONG, CRASHES, HANGS)
@@ -52,7 +53,8 @@ def failed(verdicts: Dict[str, Verdict], strict: bool = False) -> List[str]:
 
 def any_checked(verdicts: Dict[str, Verdict]) -> bool:
     """Whether there was an answer to check: a function that refuses every call is not right."""
-    return any(verdict.outcome not in (ABSENT, RAISES, UNSEEN) for verdict in verdicts.values())
+    return any(verdict.outcome not in (ABSENT, RAISES, NOT_MEASURED)
+               for verdict in verdicts.values())
 
 
 def machine() -> str:
@@ -87,10 +89,10 @@ def markdown(columns: Dict[str, Dict[str, Verdict]], versions: Dict[str, str],
         cells += [outcome(columns[name][case.name]) for name in names]
         rows.append("| " + " | ".join(map(cell, cells)) + " |")
     for name in names:
-        told = [case for case in cases if columns[name][case.name].outcome not in (PASSES, ABSENT)]
-        rows += ["", f"## {name}: what was found", ""] if told else []
+        shown = [case for case in cases if columns[name][case.name].outcome not in (PASSES, ABSENT)]
+        rows += ["", f"## {name}: what was found", ""] if shown else []
         rows += [f"- **{case.name}** ({case.says}): {outcome(columns[name][case.name])}. "
-                 f"{detail(columns[name][case.name])}".rstrip() for case in told]
+                 f"{detail(columns[name][case.name])}".rstrip() for case in shown]
     return "\n".join(rows) + "\n"
 
 

@@ -18,10 +18,10 @@ shape.
 
 Only the last form can cost memory of T x S: where a model's mask is none of the others; where a
 trace, vmap or a compiler without a mask to look at leaves no choice; where the model changes masks
-(DeepSeek-V4); and where Transformers does not vouch for it: some compute attention themselves with
-the mask they get (BLOOM, MPNet), some decoders say is_causal=False (NLLB-MoE). The last two kinds
-get the mask of "eager". (`attention` itself makes such masks of keys that an indexer chose, and of
-packed sequences with a position bias.)
+(DeepSeek-V4); and where Transformers does not say that the model follows its interface: some
+compute attention themselves with the mask they get (BLOOM, MPNet), some decoders say
+is_causal=False (NLLB-MoE). The last two kinds get the mask of "eager". (`attention` itself makes
+such masks of keys that an indexer chose, and of packed sequences with a position bias.)
 """
 
 from __future__ import annotations

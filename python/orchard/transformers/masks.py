@@ -106,7 +106,7 @@ def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int,
                        "the cache holds more keys than there are tokens")
 
 
-def _vouched(module: Any, config_class: type) -> Optional[bool]:
+def _follows_interface(module: Any, config_class: type) -> Optional[bool]:
     """Whether some model of this module, of this very configuration if it has one (Gemma 4's audio
     tower is not as its text model), is said to follow the attention interface; None: it makes no
     masks by Transformers' functions."""
@@ -133,7 +133,7 @@ def _changes_masks(module: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=None)
-def _unsure(config_class: type) -> str:
+def _why_not_sure(config_class: type) -> str:
     """Why only the mask of "eager" is sure to be understood by the models of a configuration; "" if
     ours is. Transformers asks whether a model follows the interface only in
     set_attn_implementation, not while it is made or loaded."""
@@ -143,7 +143,7 @@ def _unsure(config_class: type) -> str:
             continue
         modules = [module for name, module in list(sys.modules.items())
                    if name.startswith(package + ".modeling_")]
-        found = [_vouched(module, one) for module in modules]
+        found = [_follows_interface(module, one) for module in modules]
         if False in found:
             warnings.warn(f"orchard.transformers: Transformers does not say that the models of "
                           f"{one.__name__} follow its attention interface: they get the masks of "
@@ -159,7 +159,7 @@ def _unsure(config_class: type) -> str:
 # torch.compile looks into functions that have a cache. The answer depends on nothing but the class.
 @torch.compiler.assume_constant_result
 def _why_eager(config_class: type) -> str:
-    return _unsure(config_class)
+    return _why_not_sure(config_class)
 
 
 def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
@@ -187,21 +187,22 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
           local_size: Optional[int] = None, allow_is_causal_skip: bool = True,
           allow_is_bidirectional_skip: bool = False, config: Any = None, device: Any = "cpu",
           **kwargs: Any) -> Optional[Tensor]:
-    untold = no_values(attention_mask) or (isinstance(q_offset, Tensor) and is_tracing(q_offset))
+    unknown_values = no_values(attention_mask) or (
+        isinstance(q_offset, Tensor) and is_tracing(q_offset))
     window = 0
     # Other overlays than the sliding window have a local size too.
     causal = allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None
     if local_size is not None:
         causal = causal and local_size == getattr(config, "sliding_window", None)
-        if untold or local_size < kv_length:  # a graph for any length must not ask
+        if unknown_values or local_size < kv_length:  # a graph for any length must not ask
             window = local_size
-    if not untold and attention_mask is None and kv_length == q_length:
+    if not unknown_values and attention_mask is None and kv_length == q_length:
         sequence = _packed(mask_function, local_size or 0)
         if sequence is not None:
             return with_reason(_boundaries(sequence, window),
                                "position_ids start anew: packed sequences")
     known = q_offset + q_length - kv_offset  # keys up to the last query: a tensor in static caches
-    if isinstance(known, Tensor) and not untold:
+    if isinstance(known, Tensor) and not unknown_values:
         known = int(known)
     if causal and attention_mask is None:
         if (not isinstance(known, Tensor) and known == kv_length and window == 0
@@ -223,7 +224,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         if attention_mask is None:
             return None
         if attention_mask.shape[1] == kv_length:
-            if not untold and bool(attention_mask.all()):
+            if not unknown_values and bool(attention_mask.all()):
                 return None
             return with_reason(attention_mask[:, None, None, :], "padding")
     form = sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length,
