@@ -89,7 +89,7 @@ def explain(op: str, *operands: Any, **options: Any) -> Explanation:
 
 @dataclass(frozen=True)
 class ReportLine:
-    """How often a backend ran an operation (reason None), or did not take a call, and why; or what
+    """How often a backend ran an operation (reason None), or could not run a call, and why; or what
     audits found ("audit: ...") and a tune file wished ("tune file ...")."""
 
     op: str
