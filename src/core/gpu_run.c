@@ -40,7 +40,7 @@ const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps
         }
     }
     memset(plan, 0, sizeof *plan);
-    return call->backend->slots[call->op]->device_plan(call->problem, caps, plan);
+    return call->op->device_plan(call->problem, caps, plan);
 }
 
 static const char *plan_call(const orch_call *call, orch_device **device, orch_gpu_plan *plan)
@@ -206,8 +206,8 @@ orchard_status orch_gpu_run(const orch_call *call, void *scratch)
     call->ctx->device_step = not_built;
     const char *reason = plan_call(call, &device, &plan);
     if (reason) {
-        return orch_fail(ORCHARD_ERROR_INTERNAL, "%s: a plan changed its mind: %s",
-                         orch_op_entries[call->op].name, reason);
+        return orch_fail(ORCHARD_ERROR_INTERNAL, "%s: a plan changed its mind: %s", call->op->name,
+                         reason);
     }
     for (int32_t i = 0; i < plan.launch_count; i++) {
         ORCH_TRY(kernel_of(call->ctx, device, &plan.launch[i], &kernels[i]));
