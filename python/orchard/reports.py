@@ -75,7 +75,10 @@ def explain(op: str, *operands: Any, **options: Any) -> Explanation:
     from the plan that the call itself uses; a call that would be refused is refused here too, with
     the same message.
     """
-    if not isinstance(op, str) or op not in _EXPLAINED:
+    if not isinstance(op, str):
+        raise ArgumentError(f"explain: op is {shown(op)}, must be the name of an operation: "
+                            f"{', '.join(_EXPLAINED)}")
+    if op not in _EXPLAINED:
         raise ArgumentError(f"explain: there is no operation {shown(op)}; there are: "
                             f"{', '.join(_EXPLAINED)}")
     function, ask = _EXPLAINED[op]

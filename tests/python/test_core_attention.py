@@ -356,8 +356,8 @@ def test_explain_refuses_what_the_call_refuses():
         orchard.explain("attention", q=q)
     with pytest.raises(orchard.ArgumentError) as array:
         orchard.explain(q)
-    assert str(array.value) == ("explain: there is no operation a ndarray of shape [1, 2, 5, 8]; "
-                                "there are: attention_forward, attention_backward")
+    assert str(array.value) == ("explain: op is a ndarray of shape [1, 2, 5, 8], must be the name "
+                                "of an operation: attention_forward, attention_backward")
     with pytest.raises(TypeError, match="missing a required argument: 'k'"):
         orchard.explain("attention_forward", q)
     with pytest.raises(orchard.ShapeError) as one:
