@@ -27,7 +27,7 @@ struct orchard_ctx {
     orch_device *device[ORCH_DEVICE_KINDS];
     bool device_asked[ORCH_DEVICE_KINDS];
     orch_memory device_scratch[ORCH_DEVICE_KINDS][ORCH_GPU_MAX_SCRATCH]; /* only ever grown */
-    orch_gpu_plan *gpu_plan; /* of the last call that was planned for a device; NULL: none yet */
+    orch_gpu_plan *gpu_plan;  /* of the last call that was planned for a device; NULL: none yet */
     struct orch_watch *watch; /* audits, records, routes; NULL: the environment asks for none */
 
     /* Of the last call, for logs: who ran it (NULL: nobody), and why the first choice did not

@@ -178,7 +178,7 @@ void orch_metal_abandon(orch_batch *batch)
     free(batch);
 }
 
-/* ---- Committing ------------------------------------------------------------------------------- */
+/* ---- Committing ------------------------------------------------------------------------------ */
 
 /* Waits for the oldest command buffers, with the lock held and a pool around. */
 static void settle(orch_metal_device *device, int32_t count)
