@@ -277,9 +277,9 @@ int main(int argc, char **argv)
     for (int op = 0; op < 2; op++) {
         lenient(PADDED, op);
         lenient(PACKED, op);
-        strict(PADDED, op, 1, "cpu,ref", "and strict forbids a fallback");
-        strict(PACKED, op, 1, "cpu,ref", "and strict forbids a fallback");
-        strict(PADDED, op, -1, "cpu", "and no other backend is left");
+        strict(PADDED, op, 1, "cpu,ref", "; strict forbids a fallback");
+        strict(PACKED, op, 1, "cpu,ref", "; strict forbids a fallback");
+        strict(PADDED, op, -1, "cpu", "; no other backend is left");
     }
     growing_fails();
     memory_stays_flat();

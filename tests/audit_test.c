@@ -55,7 +55,7 @@ static double worst[ORCHARD_BF16 + 1];
 static void measure(const orch_call *call)
 {
     orch_audit_report report = {0};
-    orch_op_entries[call->op].audit(call, 0, ORCH_AUDIT_ALL, &report);
+    call->op->audit(call, 0, ORCH_AUDIT_ALL, &report);
     for (int32_t i = 0; i < report.count; i++) {
         double *most = &worst[report.of[i].dtype];
         *most = report.of[i].share > *most ? report.of[i].share : *most;
@@ -228,7 +228,7 @@ static void plant_one(const orch_call *call)
 {
     for (int32_t i = 0; i < call->operand_count; i++) {
         const orchard_tensor *tensor = call->operands[i].tensor;
-        if (call->operands[i].role != ORCH_OUTPUT ||
+        if (call->operands[i].role != ORCHARD_OUT ||
             strcmp(call->operands[i].name, plant.operand) != 0 || !elements_of(tensor)) {
             continue;
         }
@@ -282,7 +282,7 @@ static void corruption_is_found(void)
             CHECK_INT(status, strict ? ORCHARD_ERROR_INTERNAL : ORCHARD_OK);
             if (strict) {
                 char words[64];
-                snprintf(words, sizeof words, "%s: audit: %s at batch ", op, plant.operand);
+                snprintf(words, sizeof words, "%s: audit: %s[", op, plant.operand);
                 CHECK(strncmp(orchard_last_error(), words, strlen(words)) == 0);
                 message();
             }

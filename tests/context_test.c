@@ -270,9 +270,9 @@ static void many_reasons(void)
     int kept = 0, others = 0;
     for (int i = 0; i < REASONS; i++) {
         snprintf(reason[i], sizeof reason[i], "reason %d", i);
-        orch_report_count(ORCH_OP_attention_backward, LAST, reason[i]);
+        orch_report_count(&orch_attention_backward_op, LAST, reason[i]);
     }
-    orch_report_count(ORCH_OP_attention_backward, LAST, reason[20]);
+    orch_report_count(&orch_attention_backward_op, LAST, reason[20]);
     const int64_t count = orchard_report(lines, 128);
     for (int64_t i = 0; i < count && i < 128; i++) {
         for (int n = 0; n < REASONS && lines[i].reason; n++) {

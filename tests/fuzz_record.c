@@ -99,7 +99,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     REQUIRE(status == ORCHARD_OK || *orchard_last_error());
     if (status == ORCHARD_OK) {
         orchard_explanation answer;
-        const char *op = orch_op_entries[record.op].name;
+        const char *op = record.op->name;
         const orchard_status verdict = orchard_explain(ctx, op, record.args, &answer);
         if (verdict == ORCHARD_OK && work(&record) < MOST_WORK) {
             REQUIRE(orch_dispatch(ctx, record.op, record.args) == ORCHARD_OK);

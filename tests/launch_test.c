@@ -126,13 +126,13 @@ static void check_plan(const char *name, const orchard_launches *plan)
 }
 
 /* Moves every tensor to where no memory is; lengths away altogether, or they stay. */
-static void move_away(orch_op op, void *args, bool lengths)
+static void move_away(const orch_op *op, void *args, bool lengths)
 {
     orch_operand operands[ORCH_MAX_OPERANDS];
-    const int32_t count = orch_op_entries[op].operands(args, operands);
+    const int32_t count = orch_operands_list(op, args, operands);
     for (int32_t i = 0; i < count; i++) {
         orchard_tensor *tensor = operands[i].tensor;
-        if (operands[i].role == ORCH_LENGTHS) {
+        if (operands[i].role == ORCHARD_HOST_READ) {
             tensor->data = lengths ? NULL : tensor->data;
         } else if (tensor->data) {
             tensor->data = (void *)((uintptr_t)tensor->data + ((uintptr_t)1 << FAR_BITS));
@@ -141,15 +141,15 @@ static void move_away(orch_op op, void *args, bool lengths)
 }
 
 /* `args` as launched; then as described, which is the same. */
-static void check_call(const attention_case *c, orch_op op, const void *args)
+static void check_call(const attention_case *c, const orch_op *op, const void *args)
 {
-    const char *name = orch_op_entries[op].name;
+    const char *name = op->name;
     unsigned char moved[ORCH_MAX_ARGS_SIZE];
     orchard_explanation explanation;
     WORKS(orchard_explain(ctx, name, args, &explanation));
     for (int32_t way = 0; way < 3; way++) {
         orchard_launches *plan = NULL;
-        memcpy(moved, args, orch_op_entries[op].layouts[1].size);
+        memcpy(moved, args, op->layouts[1].size);
         if (way) {
             move_away(op, moved, way == 2);
         }
@@ -179,11 +179,11 @@ static void check_case(const attention_case *c, uint64_t seed)
     problem_make(&p, c, seed);
     note_count = 0;
     (void)orchard_attention_forward(ctx, &p.forward); /* f64 is refused */
-    check_call(c, ORCH_OP_attention_forward, &p.forward);
+    check_call(c, &orch_attention_forward_op, &p.forward);
     if (p.has_backward) {
         note_count = 0;
         (void)orchard_attention_backward(ctx, &p.backward);
-        check_call(c, ORCH_OP_attention_backward, &p.backward);
+        check_call(c, &orch_attention_backward_op, &p.backward);
     }
     problem_free(&p);
 }

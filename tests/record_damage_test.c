@@ -87,13 +87,13 @@ static void hostile_numbers(void)
     hostile("attention_backward", -1, 'x', 1, ORCHARD_ERROR_UNSUPPORTED,
             "holds the operation \"attention_backwarx\", which this library has not");
     hostile("causal", -1, 'x', 1, ORCHARD_ERROR_IO, "option that the operation has not");
-    hostile("causal", 0, ORCH_RECORD_F64, 1, ORCHARD_ERROR_IO, "option that the operation has not");
+    hostile("causal", 0, ORCHARD_OPTION_F64, 1, ORCHARD_ERROR_IO, "option that the operation has not");
     hostile("causal", 1, huge, 8, ORCHARD_ERROR_IO, "an option is out of range");
     hostile("causal", 1, 2, 8, ORCHARD_ERROR_ARGUMENT, "causal is 2, must be 0 or 1");
     hostile("align", 1, 7, 8, ORCHARD_ERROR_ARGUMENT, "align is 7, must be 0 or 1");
     hostile("dq", -1, 'x', 1, ORCHARD_ERROR_IO, "tensor that the operation has not");
     hostile("dk", -1, 'q', 1, ORCHARD_ERROR_IO, "or has one twice");
-    hostile("dq", 0, ORCH_INPUT, 1, ORCHARD_ERROR_IO, "tensor that the operation has not");
+    hostile("dq", 0, ORCHARD_IN, 1, ORCHARD_ERROR_IO, "tensor that the operation has not");
     hostile("dq", 1, 77, 1, ORCHARD_ERROR_DTYPE, "replay: dq has no valid dtype (77)");
     hostile("dq", 1, ORCHARD_F64, 1, ORCHARD_ERROR_IO, "sizes and strides do not fit its bytes");
     hostile("dq", 2, 9, 1, ORCHARD_ERROR_SHAPE, "replay: dq has rank 9, the limit is 8");

@@ -134,14 +134,17 @@ static inline int64_t orch_row(const orch_view *view, int64_t b, int64_t h, int6
     return b * view->batch + h * view->head + i * view->row;
 }
 
-extern const orch_layout orch_attention_forward_layouts[2], orch_attention_backward_layouts[2];
-int32_t orch_attention_forward_operands(void *args, orch_operand *list);
-int32_t orch_attention_backward_operands(void *args, orch_operand *list);
-orchard_status orch_attention_forward_check(const orchard_ctx *ctx, const void *args,
-                                            void *problem);
-orchard_status orch_attention_backward_check(const orchard_ctx *ctx, const void *args,
-                                             void *problem);
-
+/* The hooks and slots of the two descriptions in attention.c. */
+orchard_status orch_attention_forward_check(const orch_op *op, const void *args, void *problem);
+orchard_status orch_attention_backward_check(const orch_op *op, const void *args, void *problem);
+void orch_attention_forward_audit(const orch_call *call, uint64_t seed, int64_t rows,
+                                  orch_audit_report *report);
+void orch_attention_backward_audit(const orch_call *call, uint64_t seed, int64_t rows,
+                                   orch_audit_report *report);
+const char *orch_attention_forward_gpu_plan(const void *problem, const orch_device_caps *caps,
+                                            orch_gpu_plan *plan);
+const char *orch_attention_backward_gpu_plan(const void *problem, const orch_device_caps *caps,
+                                             orch_gpu_plan *plan);
 extern const orch_slot orch_attention_forward_ref, orch_attention_backward_ref;
 extern const orch_slot orch_attention_forward_cpu, orch_attention_backward_cpu;
 

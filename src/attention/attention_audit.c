@@ -94,9 +94,9 @@ void orch_attention_forward_audit(const orch_call *call, uint64_t seed, int64_t 
                                   orch_audit_report *report)
 {
     audit a = audit_of(call, seed, rows);
-    orch_audit_begin(report, "out", a.p->out.dtype);
+    orch_audit_begin(report, "out", a.p->out.dtype, 4);
     if (a.p->lse.present) {
-        orch_audit_begin(report, "lse", a.p->lse.dtype);
+        orch_audit_begin(report, "lse", a.p->lse.dtype, 4);
     }
     each_query(&a, report, forward_row);
 }

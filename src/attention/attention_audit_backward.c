@@ -311,7 +311,7 @@ void orch_attention_backward_audit(const orch_call *call, uint64_t seed, int64_t
                    {dsinks_name, &p->dsinks}};
     for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
         if (outputs[i].view->present) {
-            orch_audit_begin(report, outputs[i].name, outputs[i].view->dtype);
+            orch_audit_begin(report, outputs[i].name, outputs[i].view->dtype, 4);
         }
     }
     if (p->dq.present) {

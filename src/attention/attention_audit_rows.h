@@ -15,7 +15,7 @@
 #include <float.h>
 #include <math.h>
 
-#include "attention/attention_audit.h"
+#include "attention/attention.h"
 #include "core/philox.h"
 
 #define MAX ORCH_ATTENTION_MAX_HEAD_SIZE

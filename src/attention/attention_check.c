@@ -313,12 +313,6 @@ static orchard_status check_options(const orch_expected *e, const orchard_attent
 static orchard_status check_inputs(orch_expected *e, const orchard_attention *in, orch_attention *p)
 {
     *p = (orch_attention){.scale = 0};
-    if (!has(&in->q) || !has(&in->k) || !has(&in->v)) {
-        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s is missing", e->op,
-                         !has(&in->q)   ? "q"
-                         : !has(&in->k) ? "k"
-                                        : "v");
-    }
     if (has(&in->cu_seqlens_q) != has(&in->cu_seqlens_k)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: cu_seqlens_%s is given without the other",
                          e->op, has(&in->cu_seqlens_q) ? "q" : "k");
@@ -339,17 +333,13 @@ static orchard_status check_inputs(orch_expected *e, const orchard_attention *in
 
 /* ---- Forward --------------------------------------------------------------------------------- */
 
-orchard_status orch_attention_forward_check(const orchard_ctx *ctx, const void *caller_args,
+orchard_status orch_attention_forward_check(const orch_op *op, const void *caller_args,
                                             void *problem)
 {
     const orchard_attention_forward_args *args = caller_args;
-    (void)ctx;
     orch_attention *p = problem;
-    orch_expected e = {.op = "attention_forward"};
+    orch_expected e = {.op = op->name};
     ORCH_TRY(check_inputs(&e, &args->attention, p));
-    if (!has(&args->out)) {
-        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: out is missing", e.op);
-    }
     const int64_t rows = e.packed ? p->total_t : p->T;
     ORCH_TRY(orch_view_rows_of(&e, "out", &args->out, &p->out,
                                (int64_t[]){e.packed ? 1 : p->B, p->H, rows, p->E}));
@@ -428,20 +418,13 @@ static orchard_status check_gradient_scores(const orch_expected *e,
     return ORCHARD_OK;
 }
 
-orchard_status orch_attention_backward_check(const orchard_ctx *ctx, const void *caller_args,
+orchard_status orch_attention_backward_check(const orch_op *op, const void *caller_args,
                                              void *problem)
 {
     const orchard_attention_backward_args *args = caller_args;
-    (void)ctx;
     orch_attention *p = problem;
-    orch_expected e = {.op = "attention_backward"};
+    orch_expected e = {.op = op->name};
     ORCH_TRY(check_inputs(&e, &args->attention, p));
-    if (!has(&args->dout) || !has(&args->out) || !has(&args->lse)) {
-        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s is missing", e.op,
-                         !has(&args->dout)  ? "dout"
-                         : !has(&args->out) ? "out"
-                                            : "lse");
-    }
     if (!has(&args->dq) && !has(&args->dk) && !has(&args->dv) && !has(&args->dbias) &&
         !has(&args->dsinks)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT,

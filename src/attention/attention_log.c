@@ -44,9 +44,9 @@ static void log_success(bool backward, const char *backend, const char *fell_bac
     }
 }
 
-orchard_status orch_attention_log(orchard_ctx *ctx, orch_op op, orchard_status status)
+orchard_status orch_attention_log(orchard_ctx *ctx, const orch_op *op, orchard_status status)
 {
-    const bool backward = op == ORCH_OP_attention_backward;
+    const bool backward = op->id == ORCH_OP_attention_backward;
     if (!orch_log_on(ORCH_LOG_CALLS)) {
         return status;
     }

@@ -2,7 +2,11 @@
 #include "core/audit.h"
 
 #include <math.h>
+#include <stdalign.h>
 #include <string.h>
+
+#include "core/context.h"
+#include "core/tensor.h"
 
 const char orch_audit_agrees[] = "audit: agrees";
 const char orch_audit_deviates[] = "audit: deviates from ref";
@@ -18,7 +22,7 @@ static const struct {
                [ORCHARD_F16] = {11, -24, 16},
                [ORCHARD_BF16] = {8, -133, 128}};
 
-static double ulp(orchard_dtype dtype, double x)
+double orch_audit_ulp(orchard_dtype dtype, double x)
 {
     int exponent;
     frexp(x, &exponent);
@@ -27,14 +31,14 @@ static double ulp(orchard_dtype dtype, double x)
 }
 
 orch_audit_output *orch_audit_begin(orch_audit_report *report, const char *operand,
-                                    orchard_dtype dtype)
+                                    orchard_dtype dtype, int32_t rank)
 {
     orch_audit_output *output = &report->of[report->count++];
-    *output = (orch_audit_output){.operand = operand, .dtype = dtype};
+    *output = (orch_audit_output){.operand = operand, .dtype = dtype, .rank = rank};
     return output;
 }
 
-static void judge(orch_audit_output *output, const int64_t index[4], double value, double expected,
+static void judge(orch_audit_output *output, const int64_t *index, double value, double expected,
                   double bound)
 {
     const double off = fabs(value - expected);
@@ -45,17 +49,17 @@ static void judge(orch_audit_output *output, const int64_t index[4], double valu
     output->deviation = fmax(output->deviation, deviation);
     if (share > output->share || output->judged == 1) {
         output->share = share;
-        memcpy(output->index, index, sizeof output->index);
+        memcpy(output->index, index, (size_t)output->rank * sizeof *index);
         output->value = value;
         output->expected = expected;
         output->bound = bound;
     }
 }
 
-void orch_audit_element(orch_audit_output *output, const int64_t index[4], double value,
+void orch_audit_element(orch_audit_output *output, const int64_t *index, double value,
                         double expected, double rounding)
 {
-    const double bound = rounding + ulp(output->dtype, expected);
+    const double bound = rounding + orch_audit_ulp(output->dtype, expected);
     /* Close to the dtype's largest number a right result may be infinite. */
     if (isfinite(expected) && isfinite(rounding) &&
         fabs(expected) + bound < ldexp(0.5, formats[output->dtype].highest)) {
@@ -63,7 +67,7 @@ void orch_audit_element(orch_audit_output *output, const int64_t index[4], doubl
     }
 }
 
-void orch_audit_exact(orch_audit_output *output, const int64_t index[4], double value,
+void orch_audit_exact(orch_audit_output *output, const int64_t *index, double value,
                       double expected)
 {
     const double bound = ldexp(1, formats[output->dtype].lowest);
@@ -92,4 +96,110 @@ const orch_audit_output *orch_audit_worst(const orch_audit_report *report)
         }
     }
     return worst;
+}
+
+/* ---- By the reference ------------------------------------------------------------------------ */
+
+/* The call with outputs of its own. What it overwrote is there again as it was before. */
+typedef struct repeated {
+    alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE], problem[ORCH_MAX_PROBLEM_SIZE];
+    orch_operand operands[ORCH_MAX_OPERANDS];
+    orch_copies outputs;
+} repeated;
+
+static bool prepare(repeated *r, const orch_call *call)
+{
+    orchard_ctx *ctx = call->ctx;
+    memcpy(r->args, call->args, sizeof r->args);
+    orch_operands_list(call->op, r->args, r->operands);
+    for (int32_t i = 0; i < call->operand_count; i++) {
+        orch_operand *operand = &r->operands[i];
+        void *before = call->before ? call->before->of[i].data : NULL;
+        if (before) {
+            operand->tensor->data = before;
+        }
+        if (!orch_is_written(operand->role) || !orch_tensor_present(operand->tensor)) {
+            continue;
+        }
+        const size_t bytes = orch_tensor_extent(operand->tensor) + 1;
+        void *made = r->outputs.of[i].data = ctx->alloc(ctx->alloc_user, NULL, 0, bytes);
+        if (!made) {
+            return false;
+        }
+        r->outputs.of[i].bytes = bytes;
+        if (before) {
+            memcpy(made, before, bytes - 1);
+        }
+        operand->tensor->data = made;
+    }
+    return call->op->check(call->op, r->args, r->problem) == ORCHARD_OK;
+}
+
+static void compare_output(const orchard_tensor *value, const orchard_tensor *expected,
+                           int32_t ulps, orch_audit_output *output)
+{
+    int64_t index[ORCHARD_MAX_RANK] = {0}, at = 0;
+    double largest = 0;
+    if (!orch_tensor_extent(value)) {
+        return;
+    }
+    do {
+        const double x = fabs(orch_element_load(expected->dtype, expected->data, at));
+        largest = x > largest && isfinite(x) ? x : largest;
+    } while (orch_tensor_next(expected, index, &at));
+    const double rounding = ulps * orch_audit_ulp(value->dtype, largest);
+    at = 0;
+    do {
+        orch_audit_element(output, index, orch_element_load(value->dtype, value->data, at),
+                           orch_element_load(expected->dtype, expected->data, at), rounding);
+    } while (orch_tensor_next(value, index, &at));
+}
+
+/* False: there is no memory for its scratch. */
+static bool run_ref(const orch_call *call)
+{
+    orchard_ctx *ctx = call->ctx;
+    orch_plan plan = {.scratch_bytes = 0};
+    call->op->ref->plan(call, &plan);
+    const size_t bytes = plan.scratch_bytes;
+    void *scratch = bytes ? ctx->alloc(ctx->alloc_user, NULL, 0, bytes) : NULL;
+    if (bytes && !scratch) {
+        return false;
+    }
+    call->op->ref->run(call, &plan, scratch);
+    if (scratch) {
+        ctx->alloc(ctx->alloc_user, scratch, bytes, 0);
+    }
+    return true;
+}
+
+bool orch_audit_by_ref(const orch_call *call, orch_audit_report *report)
+{
+    orchard_ctx *ctx = call->ctx;
+    repeated *r = ctx->alloc(ctx->alloc_user, NULL, 0, sizeof *r);
+    if (!r) {
+        return false;
+    }
+    memset(r, 0, sizeof *r);
+    r->outputs.ctx = ctx;
+    bool done = prepare(r, call);
+    if (done) {
+        orch_call again = *call;
+        again.args = r->args;
+        again.problem = r->problem;
+        again.operands = r->operands;
+        done = run_ref(&again);
+        for (int32_t i = 0; done && i < call->operand_count; i++) {
+            if (r->outputs.of[i].data) {
+                compare_output(call->operands[i].tensor, r->operands[i].tensor,
+                               call->op->operands[i].ulps,
+                               orch_audit_begin(report, call->operands[i].name,
+                                                call->operands[i].tensor->dtype,
+                                                call->operands[i].tensor->rank));
+            }
+        }
+    }
+    orch_copies_free(&r->outputs);
+    ctx->alloc(ctx->alloc_user, r, sizeof *r, 0);
+    return done;
 }

@@ -29,7 +29,8 @@ typedef struct orch_audit_output {
     int64_t judged, beyond; /* elements */
     double deviation;       /* largest |X - X64| */
     double share;           /* largest |X - X64| / bound: more than 1 is wrong */
-    int64_t index[4];       /* batch, head, row, column */
+    int64_t index[ORCHARD_MAX_RANK];
+    int32_t rank; /* of the index */
     double value, expected, bound;
 } orch_audit_output;
 
@@ -43,19 +44,27 @@ typedef struct orch_audit_report {
 typedef void (*orch_audit_fn)(const struct orch_call *call, uint64_t seed, int64_t rows,
                               orch_audit_report *report);
 
-/* For rooms. The next output's place in the report; each element that was computed again is then
- * handed over once. An infinite or NaN `rounding` or `expected` says that nothing can be told. */
+/* The audit of operations that have none of their own: the whole call again by `ref`, each output
+ * within as many units in the last place of its largest element as the operation's description
+ * allows. False: there was no memory for it. */
+bool orch_audit_by_ref(const struct orch_call *call, orch_audit_report *report);
+
+/* For rooms. The next output's place in the report, with indices of `rank` numbers; each element
+ * that was computed again is then handed over once. An infinite or NaN `rounding` or `expected` says that nothing can be told. */
 orch_audit_output *orch_audit_begin(orch_audit_report *report, const char *operand,
-                                    orchard_dtype dtype);
-void orch_audit_element(orch_audit_output *output, const int64_t index[4], double value,
+                                    orchard_dtype dtype, int32_t rank);
+void orch_audit_element(orch_audit_output *output, const int64_t *index, double value,
                         double expected, double rounding);
 
 /* The same for a value that must be met exactly, infinite ones included. */
-void orch_audit_exact(orch_audit_output *output, const int64_t index[4], double value,
+void orch_audit_exact(orch_audit_output *output, const int64_t *index, double value,
                       double expected);
 
 /* 64 well-mixed bits; the state moves on. */
 uint64_t orch_audit_draw(uint64_t *state);
+
+/* One unit in the last place of a number in the dtype. */
+double orch_audit_ulp(orchard_dtype dtype, double x);
 
 /* The worst output of a report, NULL where all agree. */
 const orch_audit_output *orch_audit_worst(const orch_audit_report *report);

@@ -28,6 +28,7 @@ typedef struct call_state {
     alignas(max_align_t) unsigned char problem[ORCH_MAX_PROBLEM_SIZE];
     orch_operand operands[ORCH_MAX_OPERANDS];
     orch_copies copies;
+    orch_copies before; /* what inputs held that the call overwrites; only where a watch asks */
     orch_call call;
     orch_plan plan; /* of the backend that was asked last */
     bool on_host;   /* all operands can be read by the CPU */
@@ -41,7 +42,7 @@ typedef struct call_state {
 
 static const char *ask(call_state *j)
 {
-    const orch_slot *slot = j->call.backend->slots[j->call.op];
+    const orch_slot *slot = j->call.backend->slot_of(j->call.op);
     j->plan.scratch_bytes = 0;
     return slot ? slot->plan(&j->call, &j->plan) : not_implemented;
 }
@@ -50,8 +51,8 @@ static void debug_line(const orch_call *call, const char *what)
 {
     const orchard_ctx *ctx = call->ctx;
     if (ctx->debug) {
-        fprintf(stderr, "orchard: %s on %s%s%s: %s\n", orch_op_entries[call->op].name,
-                call->backend->name, call->backend->uses_isa ? " " : "",
+        fprintf(stderr, "orchard: %s on %s%s%s: %s\n", call->op->name, call->backend->name,
+                call->backend->uses_isa ? " " : "",
                 call->backend->uses_isa ? orch_isa_names[ctx->isa] : "", what);
     }
 }
@@ -60,30 +61,30 @@ static void debug_line(const orch_call *call, const char *what)
 
 static orchard_status check(call_state *j)
 {
-    const orch_op_entry *entry = &orch_op_entries[j->call.op];
-    return entry->check(j->call.ctx, j->args, j->problem);
+    return j->call.op->check(j->call.op, j->args, j->problem);
 }
 
 /* Copies and checks the args; j->copies is to be freed whatever happens. */
-static orchard_status start(call_state *j, orchard_ctx *ctx, orch_op op, const void *args)
+static orchard_status start(call_state *j, orchard_ctx *ctx, const orch_op *op, const void *args)
 {
-    const orch_op_entry *entry = &orch_op_entries[op];
     j->copies = (orch_copies){.ctx = ctx};
+    j->before = (orch_copies){.ctx = ctx};
     j->on_host = false;
-    orch_args_import(ctx, j->args, args, entry->layouts, entry->layout_count);
-    memset(j->operands, 0, sizeof j->operands);
-    const int32_t count = entry->operands(j->args, j->operands);
+    orch_args_import(ctx, j->args, args, op->layouts, op->layout_count);
+    const int32_t count = orch_operands_list(op, j->args, j->operands);
     j->call = (orch_call){.ctx = ctx,
                           .op = op,
+                          .args = j->args,
                           .problem = j->problem,
                           .operands = j->operands,
                           .operand_count = count};
     j->order = ctx->backends;
     j->wanted = false;
     j->watch = ctx->watch;
-    ORCH_TRY(orch_operands_locate(entry->name, j->operands, count, &j->copies));
+    ORCH_TRY(orch_op_check(op, j->args));
+    ORCH_TRY(orch_operands_locate(op->name, j->operands, count, &j->copies));
     ORCH_TRY(check(j));
-    ORCH_TRY(orch_operands_check(entry->name, j->operands, count));
+    ORCH_TRY(orch_operands_check(op, j->operands, count));
     if (j->watch) {
         j->story[0] = 0;
         if (j->watch->route && orch_route_order(j->watch->route, &j->call, j->routed)) {
@@ -91,6 +92,12 @@ static orchard_status start(call_state *j, orchard_ctx *ctx, orch_op op, const v
         }
     }
     return ORCHARD_OK;
+}
+
+static void finish(call_state *j)
+{
+    orch_copies_free(&j->copies);
+    orch_copies_free(&j->before);
 }
 
 /* One line more for the record; what does not fit is left out. */
@@ -115,13 +122,23 @@ static orchard_status fetch(call_state *j)
     if (j->on_host) {
         return ORCHARD_OK;
     }
-    ORCH_TRY(orch_operands_fetch(orch_op_entries[j->call.op].name, j->operands,
-                                 j->call.operand_count, &j->copies, &moved));
+    ORCH_TRY(orch_operands_fetch(j->call.op->name, j->operands, j->call.operand_count, &j->copies,
+                                 &moved));
     if (moved) {
         ORCH_TRY(check(j));
     }
     j->on_host = true;
     return ORCHARD_OK;
+}
+
+/* Audits and records must know what the call overwrites. */
+static orchard_status keep_before(call_state *j)
+{
+    if (!j->watch || !(j->watch->audit_every || j->watch->record)) {
+        return ORCHARD_OK;
+    }
+    j->call.before = &j->before;
+    return orch_operands_keep(j->call.op, j->operands, j->call.operand_count, &j->before);
 }
 
 /* ---- One backend's try ----------------------------------------------------------------------- */
@@ -136,7 +153,7 @@ static orchard_status run_on_host(call_state *j, void *scratch, const char **rea
         return fetched;
     }
     const uint64_t mode = orch_float_mode_enter();
-    orchard_status status = call->backend->slots[call->op]->run(call, &j->plan, scratch);
+    orchard_status status = call->backend->slot_of(call->op)->run(call, &j->plan, scratch);
     orch_float_mode_leave(mode);
     return status ? status : orch_operands_store(call->operands, call->operand_count, &j->copies);
 }
@@ -145,7 +162,7 @@ static orchard_status run_on_host(call_state *j, void *scratch, const char **rea
 static orchard_status run_on_device(call_state *j, const char **reason)
 {
     const orch_call *call = &j->call;
-    const orchard_status status = call->backend->slots[call->op]->run(call, &j->plan, NULL);
+    const orchard_status status = call->backend->slot_of(call->op)->run(call, &j->plan, NULL);
     const orch_device *device = call->ctx->device[call->backend->device_kind];
     if (status && !(device && device->lost)) {
         *reason = orch_gpu_failed_step(call->ctx, status);
@@ -183,16 +200,16 @@ static orchard_status no_backend(const orch_call *call, const char *reason, orch
     char why[256];
     snprintf(why, sizeof why, "%s", orchard_last_error());
     const bool more = strcmp(why, reason) != 0;
-    return orch_fail(
-        status, "%s: %s cannot run this call: %s%s%s%s", orch_op_entries[call->op].name,
-        call->backend->name, reason, more ? ": " : "", more ? why : "",
-        call->ctx->strict ? "; strict forbids a fallback" : "; no other backend is left");
+    return orch_fail(status, "%s: %s cannot run this call: %s%s%s%s", call->op->name,
+                     call->backend->name, reason, more ? ": " : "", more ? why : "",
+                     call->ctx->strict ? "; strict forbids a fallback"
+                                       : "; no other backend is left");
 }
 
 /* ---- The call -------------------------------------------------------------------------------- */
 
 /* A device that was lost fails everything that its context is asked for. */
-static orchard_status check_devices(const orchard_ctx *ctx, orch_op op, bool counted)
+static orchard_status check_devices(const orchard_ctx *ctx, const orch_op *op, bool counted)
 {
     for (int32_t i = 0; i < ctx->backend_count; i++) {
         const orch_backend *backend = ctx->backends[i];
@@ -201,8 +218,8 @@ static orchard_status check_devices(const orchard_ctx *ctx, orch_op op, bool cou
             if (counted) {
                 orch_report_count(op, backend->index, was_lost);
             }
-            return orch_fail(ORCHARD_ERROR_DEVICE, "%s: the %s device was lost: %s",
-                             orch_op_entries[op].name, backend->name, device->lost_why);
+            return orch_fail(ORCHARD_ERROR_DEVICE, "%s: the %s device was lost: %s", op->name,
+                             backend->name, device->lost_why);
         }
     }
     return ORCHARD_OK;
@@ -256,36 +273,44 @@ static orchard_status run(call_state *j)
             return no_backend(&j->call, reason, status);
         }
     }
-    return orch_fail(ORCHARD_ERROR_INTERNAL, "%s: the context has no backend",
-                     orch_op_entries[j->call.op].name);
+    return orch_fail(ORCHARD_ERROR_INTERNAL, "%s: the context has no backend", j->call.op->name);
 }
 
 /* ---- Audit and record ------------------------------------------------------------------------ */
 
 static orchard_status deviation(call_state *j, const orch_audit_output *worst)
 {
-    const int64_t *at = worst->index;
+    char place[ORCHARD_MAX_RANK * 21 + 1] = "";
+    for (int32_t i = 0, used = 0; i < worst->rank; i++) {
+        used += snprintf(place + used, sizeof place - (size_t)used, "%s%" PRId64, i ? "," : "",
+                         worst->index[i]);
+    }
     return orch_fail(ORCHARD_ERROR_INTERNAL,
-                     "%s: audit: %s at batch %" PRId64 ", head %" PRId64 ", row %" PRId64
-                     ", column %" PRId64 " is %g on %s, ref says %g, the bound is %g",
-                     orch_op_entries[j->call.op].name, worst->operand, at[0], at[1], at[2], at[3],
-                     worst->value, j->call.backend->name, worst->expected, worst->bound);
+                     "%s: audit: %s[%s] is %g on %s, ref says %g, the bound is %g",
+                     j->call.op->name, worst->operand, place, worst->value, j->call.backend->name,
+                     worst->expected, worst->bound);
 }
 
 /* A call that ran is judged by its outputs; one whose operands cannot be read is not. */
 static orchard_status audit(call_state *j)
 {
-    const orch_audit_fn look = orch_op_entries[j->call.op].audit;
+    const orch_audit_fn look = j->call.op->audit;
     orch_audit_report report = {0};
-    if (!look || fetch(j)) {
+    if (fetch(j)) {
         return ORCHARD_OK;
     }
     if (orch_audit_tamper) {
         orch_audit_tamper(&j->call);
     }
     const uint64_t mode = orch_float_mode_enter();
-    look(&j->call, j->watch->calls, orch_audit_rows, &report);
+    if (look) {
+        look(&j->call, j->watch->calls, orch_audit_rows, &report);
+    }
+    const bool done = look || orch_audit_by_ref(&j->call, &report);
     orch_float_mode_leave(mode);
+    if (!done) {
+        return ORCHARD_OK;
+    }
     const orch_audit_output *worst = orch_audit_worst(&report);
     orch_report_count(j->call.op, j->call.backend->index,
                       worst ? orch_audit_deviates : orch_audit_agrees);
@@ -330,6 +355,7 @@ static orchard_status record(call_state *j, const char *path)
                                                      .args = j->args,
                                                      .operands = j->operands,
                                                      .operand_count = j->call.operand_count,
+                                                     .before = &j->before,
                                                      .story = j->story});
     }
     return status;
@@ -352,11 +378,11 @@ static orchard_status look_after(call_state *j, orchard_status status)
     return status;
 }
 
-orchard_status orch_dispatch(orchard_ctx *ctx, orch_op op, const void *args)
+orchard_status orch_dispatch(orchard_ctx *ctx, const orch_op *op, const void *args)
 {
     call_state j;
     char before[ORCH_MESSAGE];
-    const char *name = orch_op_entries[op].name;
+    const char *name = op->name;
     if (!ctx || !args) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s is NULL", name, ctx ? "args" : "ctx");
     }
@@ -365,6 +391,9 @@ orchard_status orch_dispatch(orchard_ctx *ctx, orch_op op, const void *args)
     orch_message_keep(before);
     orchard_status status = start(&j, ctx, op, args);
     if (!status) {
+        status = keep_before(&j);
+    }
+    if (!status) {
         status = run(&j);
         status = j.watch ? look_after(&j, status) : status;
     } else if (status == ORCHARD_ERROR_MEMORY || status == ORCHARD_ERROR_DEVICE) {
@@ -372,7 +401,7 @@ orchard_status orch_dispatch(orchard_ctx *ctx, orch_op op, const void *args)
          * Nobody was asked yet; it stands under whoever would have been first. */
         orch_report_count(op, j.order[0]->index, not_fetched);
     }
-    orch_copies_free(&j.copies);
+    finish(&j);
     if (!status) {
         orch_message_restore(before);
     }
@@ -412,18 +441,6 @@ static void explain(call_state *j, orchard_explanation *explanation)
     }
 }
 
-orchard_status orch_op_find(const char *call, const char *name, orch_op *op)
-{
-    int found = 0;
-    while (found < ORCH_OP_COUNT && strcmp(name, orch_op_entries[found].name) != 0) {
-        found++;
-    }
-    *op = (orch_op)found;
-    return found < ORCH_OP_COUNT ? ORCHARD_OK
-                                 : orch_fail(ORCHARD_ERROR_ARGUMENT,
-                                             "%s: there is no operation \"%.64s\"", call, name);
-}
-
 orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *args,
                                orchard_explanation *explanation)
 {
@@ -435,14 +452,14 @@ orchard_status orchard_explain(orchard_ctx *ctx, const char *op, const void *arg
                          : !args ? "args"
                                  : "explanation");
     }
-    orch_op found;
+    const orch_op *found;
     ORCH_TRY(orch_op_find("explain", op, &found));
     ORCH_TRY(check_devices(ctx, found, false));
     const orchard_status status = start(&j, ctx, found, args);
     if (status == ORCHARD_OK) {
         explain(&j, explanation);
     }
-    orch_copies_free(&j.copies);
+    finish(&j);
     return status;
 }
 
@@ -450,7 +467,7 @@ orchard_status orchard_tune_class(orchard_ctx *ctx, const char *op, const void *
                                   size_t bytes)
 {
     call_state j;
-    orch_op found;
+    const orch_op *found;
     char class[ORCH_ROUTE_CLASS];
     if (!ctx || !op || !args || !text) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "tune_class: %s is NULL",
@@ -465,7 +482,7 @@ orchard_status orchard_tune_class(orchard_ctx *ctx, const char *op, const void *
         orch_route_class(found, j.problem, class);
         snprintf(text, bytes, "%s", class);
     }
-    orch_copies_free(&j.copies);
+    finish(&j);
     return status;
 }
 
@@ -473,7 +490,7 @@ orchard_status orchard_record_write(orchard_ctx *ctx, const char *path, const ch
                                     const void *args)
 {
     call_state j;
-    orch_op found;
+    const orch_op *found;
     if (!ctx || !path || !op || !args) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "record_write: %s is NULL",
                          !ctx    ? "ctx"
@@ -487,7 +504,7 @@ orchard_status orchard_record_write(orchard_ctx *ctx, const char *path, const ch
         snprintf(j.story, sizeof j.story, "written by the program\n");
         status = record(&j, path);
     }
-    orch_copies_free(&j.copies);
+    finish(&j);
     return status;
 }
 

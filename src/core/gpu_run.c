@@ -59,7 +59,7 @@ const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps
     if (!*plan) {
         return orch_gpu_no_plan;
     }
-    const char *reason = call->backend->slots[call->op]->device_plan(call->problem, caps, *plan);
+    const char *reason = call->op->device_plan(call->problem, caps, *plan);
     return reason ? reason : (*plan)->out_of_memory ? orch_gpu_no_plan : NULL;
 }
 

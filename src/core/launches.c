@@ -89,21 +89,22 @@ static orchard_status ask(orch_call *call, const void *caller_args, const orch_d
     alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE], problem[ORCH_MAX_PROBLEM_SIZE];
     orch_operand operands[ORCH_MAX_OPERANDS] = {{0}};
     orch_copies copies = {.ctx = call->ctx};
-    const orch_op_entry *entry = &orch_op_entries[call->op];
-    orch_args_import(call->ctx, args, caller_args, entry->layouts, entry->layout_count);
-    const int32_t count = entry->operands(args, operands);
-    orchard_status status = orch_operands_locate(entry->name, operands, count, &copies);
+    const orch_op *op = call->op;
+    orch_args_import(call->ctx, args, caller_args, op->layouts, op->layout_count);
+    const int32_t count = orch_operands_list(op, args, operands);
+    orchard_status status = orch_op_check(op, args);
+    status = status ? status : orch_operands_locate(op->name, operands, count, &copies);
     if (!status) {
         orch_operands_hide(operands, count);
-        status = entry->check(call->ctx, args, problem);
+        status = op->check(op, args, problem);
     }
-    status = status ? status : orch_operands_check(entry->name, operands, count);
+    status = status ? status : orch_operands_check(op, operands, count);
     if (!status) {
         call->problem = problem;
         call->operands = operands;
         call->operand_count = count;
-        a->reason = call->backend->slots[call->op] ? orch_gpu_plan_on(call, caps, &a->plan)
-                                                   : not_implemented;
+        a->reason = call->backend->slot_of(call->op) ? orch_gpu_plan_on(call, caps, &a->plan)
+                                                     : not_implemented;
         a->operand_count = count;
         for (int32_t i = 0; i < count; i++) {
             a->operand[i] = operands[i].name;

@@ -8,7 +8,18 @@
 #include "core/context.h"
 #include "core/log.h"
 #include "core/memory_counts.h"
+#include "core/op.h"
 #include "core/tensor.h"
+
+int32_t orch_operands_list(const orch_op *op, void *args, orch_operand *list)
+{
+    for (int32_t i = 0; i < op->operand_count; i++) {
+        list[i] = (orch_operand){.name = op->operands[i].name,
+                                 .tensor = orch_op_tensor(op, args, i),
+                                 .role = op->operands[i].role};
+    }
+    return op->operand_count;
+}
 
 /* ---- Places ---------------------------------------------------------------------------------- */
 
@@ -65,7 +76,7 @@ static void find_spans(const orch_operand *operands, int32_t count, span *of)
     bool grew = true;
     for (int32_t i = 0; i < count; i++) {
         of[i] = (span){NULL, NULL};
-        if (is_private(&operands[i]) && operands[i].role != ORCH_LENGTHS) {
+        if (is_private(&operands[i]) && operands[i].role != ORCHARD_HOST_READ) {
             of[i].begin = place_of(operands, i);
             of[i].end = of[i].begin + orch_tensor_extent(operands[i].tensor);
         }
@@ -144,9 +155,10 @@ static orchard_status check_inside(const char *op, const orch_operand *operand)
 static orchard_status check_access(const char *op, const orch_operand *operand)
 {
     const orch_memory *memory = &operand->buffer->memory;
-    if (operand->role == ORCH_OUTPUT ? memory->read_only : memory->write_only) {
+    const bool written = orch_is_written(operand->role), read = operand->role != ORCHARD_OUT;
+    if ((written && memory->read_only) || (read && memory->write_only)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s %s lies in a buffer made with %s", op,
-                         operand->role == ORCH_OUTPUT ? "output" : "input", operand->name,
+                         written ? "output" : "input", operand->name,
                          memory->read_only ? "CL_MEM_READ_ONLY" : "CL_MEM_WRITE_ONLY");
     }
     return ORCHARD_OK;
@@ -175,7 +187,7 @@ static orchard_status locate(const char *op, orch_operand *operands, int32_t i, 
     tensor->data = place_of(operands, i);
     tensor->buffer = NULL;
     tensor->offset = 0;
-    if (operand->role != ORCH_LENGTHS) {
+    if (operand->role != ORCHARD_HOST_READ) {
         return ORCHARD_OK;
     }
     ORCH_TRY(orch_tensor_check(op, operand->name, tensor));
@@ -203,29 +215,53 @@ void orch_operands_hide(const orch_operand *operands, int32_t count)
     static orchard_buffer nowhere;
     for (int32_t i = 0; i < count; i++) {
         orchard_tensor *tensor = operands[i].tensor;
-        if (operands[i].role == ORCH_LENGTHS && orch_tensor_present(tensor) && !tensor->data) {
+        if (operands[i].role == ORCHARD_HOST_READ && orch_tensor_present(tensor) && !tensor->data) {
             tensor->data = &nothing; /* for the checks of a tensor; it is nowhere in truth */
             tensor->buffer = &nowhere;
         }
     }
 }
 
-static orchard_status check_apart(const char *op, const orch_operand *operands, int32_t output,
+/* Whether `names`, words between blanks, has the name. */
+static bool has_word(const char *names, const char *name)
+{
+    const size_t length = strlen(name);
+    for (const char *at = names; at && (at = strstr(at, name)); at += length) {
+        if ((at == names || at[-1] == ' ') && (at[length] == 0 || at[length] == ' ')) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool same_view(const orchard_tensor *a, const orchard_tensor *b)
+{
+    bool same = a->data == b->data && a->dtype == b->dtype && a->rank == b->rank;
+    for (int32_t i = 0; same && i < a->rank; i++) {
+        same = a->size[i] == b->size[i] && (a->stride[i] == b->stride[i] || a->size[i] == 1);
+    }
+    return same;
+}
+
+static orchard_status check_apart(const orch_op *op, const orch_operand *operands, int32_t output,
                                   int32_t i)
 {
     const orch_operand *out = &operands[output], *other = &operands[i];
-    if (!orch_tensor_present(other->tensor) || orch_lengths_hidden(other->tensor)) {
+    if (!orch_tensor_present(other->tensor) || orch_lengths_hidden(other->tensor) ||
+        (has_word(op->operands[output].in_place, other->name) &&
+         same_view(out->tensor, other->tensor))) {
         return ORCHARD_OK;
     }
-    if (other->role != ORCH_LENGTHS || !is_private(other)) {
-        return orch_tensor_check_apart(op, out->name, out->tensor, other->name, other->tensor);
+    if (other->role != ORCHARD_HOST_READ || !is_private(other)) {
+        return orch_tensor_check_apart(op->name, out->name, out->tensor, other->name,
+                                       other->tensor);
     }
     orchard_tensor lengths = *other->tensor; /* the copy that was checked lies elsewhere */
     lengths.data = place_of(operands, i);
-    return orch_tensor_check_apart(op, out->name, out->tensor, other->name, &lengths);
+    return orch_tensor_check_apart(op->name, out->name, out->tensor, other->name, &lengths);
 }
 
-orchard_status orch_operands_check(const char *op, const orch_operand *operands, int32_t count)
+orchard_status orch_operands_check(const orch_op *op, const orch_operand *operands, int32_t count)
 {
     for (int32_t i = 0; i < count; i++) {
         const orch_operand *a = &operands[i];
@@ -233,15 +269,17 @@ orchard_status orch_operands_check(const char *op, const orch_operand *operands,
             continue;
         }
         if (a->buffer) {
-            ORCH_TRY(check_inside(op, a));
-            ORCH_TRY(check_access(op, a));
+            ORCH_TRY(check_inside(op->name, a));
+            ORCH_TRY(check_access(op->name, a));
         }
-        if (a->role != ORCH_OUTPUT) {
+        if (!orch_is_written(a->role)) {
             continue;
         }
-        ORCH_TRY(orch_tensor_check_distinct(op, a->name, a->tensor));
-        for (int32_t k = i + 1; k < count; k++) {
-            ORCH_TRY(check_apart(op, operands, i, k));
+        ORCH_TRY(orch_tensor_check_distinct(op->name, a->name, a->tensor));
+        for (int32_t k = 0; k < count; k++) {
+            if (k > i || (k < i && !orch_is_written(operands[k].role))) {
+                ORCH_TRY(check_apart(op, operands, i, k));
+            }
         }
     }
     return ORCHARD_OK;
@@ -265,7 +303,7 @@ static orchard_status fetch_private(const char *op, const orch_operand *operands
     find_spans(operands, count, of);
     for (int32_t i = 0; i < count; i++) {
         const orch_operand *operand = &operands[i];
-        if (!is_private(operand) || operand->role == ORCH_LENGTHS) {
+        if (!is_private(operand) || operand->role == ORCHARD_HOST_READ) {
             continue;
         }
         const size_t before = (size_t)(place_of(operands, i) - of[i].begin);
@@ -287,7 +325,7 @@ orchard_status orch_operands_fetch(const char *op, const orch_operand *operands,
     for (int32_t i = 0; i < count; i++) {
         if (operands[i].buffer) {
             ORCH_TRY(orch_buffer_idle(operands[i].buffer));
-            *moved = *moved || (is_private(&operands[i]) && operands[i].role != ORCH_LENGTHS);
+            *moved = *moved || (is_private(&operands[i]) && operands[i].role != ORCHARD_HOST_READ);
         }
     }
     if (*moved) {
@@ -302,6 +340,50 @@ orchard_status orch_operands_fetch(const char *op, const orch_operand *operands,
         } else {
             log_host(op, &operands[i]);
         }
+    }
+    return ORCHARD_OK;
+}
+
+static bool is_overwritten(const orch_op *op, const orch_operand *operands, int32_t count,
+                           int32_t input)
+{
+    if (operands[input].role == ORCHARD_INOUT) {
+        return true;
+    }
+    for (int32_t i = 0; i < count; i++) {
+        if (has_word(op->operands[i].in_place, operands[input].name) &&
+            same_view(operands[i].tensor, operands[input].tensor)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+orchard_status orch_operands_keep(const orch_op *op, const orch_operand *operands, int32_t count,
+                                  orch_copies *before)
+{
+    for (int32_t i = 0; i < count; i++) {
+        const orch_operand *operand = &operands[i];
+        const size_t bytes =
+            orch_tensor_present(operand->tensor) ? orch_tensor_extent(operand->tensor) : 0;
+        if (!bytes || !is_overwritten(op, operands, count, i)) {
+            continue;
+        }
+        if (is_private(operand)) {
+            ORCH_TRY(copy_private(op->name, operand, i, operand->offset, bytes, before));
+            continue;
+        }
+        if (operand->buffer) {
+            ORCH_TRY(orch_buffer_idle(operand->buffer));
+        }
+        void *copy = before->ctx->alloc(before->ctx->alloc_user, NULL, 0, bytes);
+        if (!copy) {
+            return orch_fail(ORCHARD_ERROR_MEMORY, "%s: no memory to keep %zu bytes of %s",
+                             op->name, bytes, operand->name);
+        }
+        memcpy(copy, operand->tensor->data, bytes);
+        before->of[i].data = copy;
+        before->of[i].bytes = bytes;
     }
     return ORCHARD_OK;
 }
@@ -324,7 +406,7 @@ static orchard_status not_stored(const char *op, const orch_operand *operand)
 
 static bool is_private_output(const orch_operand *operand)
 {
-    return operand->role == ORCH_OUTPUT && is_private(operand);
+    return orch_is_written(operand->role) && is_private(operand);
 }
 
 /* What lies between the elements of outputs comes back as it was fetched. */

@@ -5,27 +5,31 @@
 
 #include <stdbool.h>
 
+#include <orchard/ops.h>
+
 #include "core/status.h"
 
 #define ORCH_MAX_OPERANDS 24
 
-/* Lengths are inputs whose elements the checks read. */
-typedef enum orch_role { ORCH_INPUT, ORCH_LENGTHS, ORCH_OUTPUT } orch_role;
+struct orch_op;
 
-/* A room tells name, tensor (of the args struct) and role; the rest is found here. */
+static inline bool orch_is_written(orchard_role role)
+{
+    return role == ORCHARD_OUT || role == ORCHARD_INOUT;
+}
+
+/* Name, tensor (of the args struct) and role come from the operation; the rest is found here. */
 typedef struct orch_operand {
     const char *name;
     orchard_tensor *tensor;
-    orch_role role;
+    orchard_role role;
 
     orchard_buffer *buffer; /* where it lies; NULL: host memory, or absent */
     size_t offset;          /* bytes into the buffer */
 } orch_operand;
 
-static inline orch_operand orch_operand_of(const char *name, orchard_tensor *tensor, orch_role role)
-{
-    return (orch_operand){.name = name, .tensor = tensor, .role = role};
-}
+/* All of an operation's operands in `args`, absent ones too; returns how many. */
+int32_t orch_operands_list(const struct orch_op *op, void *args, orch_operand *list);
 
 /* Host copies of operands, for as long as a call takes. */
 typedef struct orch_copies {
@@ -43,8 +47,9 @@ orchard_status orch_operands_locate(const char *op, orch_operand *operands, int3
                                     orch_copies *copies);
 
 /* After the room's own check: each stays inside its buffer, no output shares an element with itself
- * or with any other operand. */
-orchard_status orch_operands_check(const char *op, const orch_operand *operands, int32_t count);
+ * or with any other operand, unless it may be that one and is. */
+orchard_status orch_operands_check(const struct orch_op *op, const orch_operand *operands,
+                                   int32_t count);
 
 /* For a call that is only planned: lengths without memory are marked, and orch_lengths_hidden tells
  * the room's check not to read them. After orch_operands_locate. */
@@ -60,6 +65,11 @@ static inline bool orch_lengths_hidden(const orchard_tensor *lengths)
  * tensor has another address now, so that the room must check again. */
 orchard_status orch_operands_fetch(const char *op, const orch_operand *operands, int32_t count,
                                    orch_copies *copies, bool *moved);
+
+/* Copies of what the call overwrites, for whoever asks afterwards: INOUT operands, and inputs that an
+ * output may be and is. */
+orchard_status orch_operands_keep(const struct orch_op *op, const orch_operand *operands,
+                                  int32_t count, orch_copies *before);
 
 /* Brings copied outputs back to the device. By now others may be written already, so that a failure
  * is the device's end, as it is after commit. */

@@ -1,6 +1,5 @@
-/* The one list of operations. A line here makes the enum value, the name that explain and report
- * use, the entry of its check and the slot of its reference: without orch_<op>_check and
- * orch_<op>_ref the library does not link. */
+/* The one list of operations. A line makes the enum value, and wants orch_<op>_op (core/op.h) from
+ * the operation's room: without it the library does not link. */
 #ifndef ORCH_OPS_H
 #define ORCH_OPS_H
 
@@ -9,7 +8,7 @@
     X(attention_backward)
 
 #define ORCH_OP_ENUM(name) ORCH_OP_##name,
-typedef enum orch_op { ORCH_OPS(ORCH_OP_ENUM) ORCH_OP_COUNT } orch_op;
+typedef enum orch_op_id { ORCH_OPS(ORCH_OP_ENUM) ORCH_OP_COUNT } orch_op_id;
 #undef ORCH_OP_ENUM
 
 #endif

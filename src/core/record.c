@@ -12,8 +12,6 @@
 #include "core/record_format.h"
 #include "core/tensor.h"
 
-_Static_assert(ORCH_RECORD_ARGS == ORCH_MAX_ARGS_SIZE, "a record holds any args struct");
-
 uint64_t orch_record_hash(uint64_t hash, const void *data, size_t bytes)
 {
     const unsigned char *at = data;
@@ -82,15 +80,16 @@ static void put_text(writer *w, const char *text, size_t length_bytes)
 
 /* ---- The call -------------------------------------------------------------------------------- */
 
-static void put_option(writer *w, const orch_record_option *option)
+static void put_option(writer *w, const void *args, const orchard_option_info *option)
 {
+    const void *field = (const char *)args + option->offset;
     uint64_t bits = 0;
     int32_t narrow = 0;
-    if (option->kind == ORCH_RECORD_I32) {
-        memcpy(&narrow, option->field, sizeof narrow);
+    if (option->kind == ORCHARD_OPTION_I32) {
+        memcpy(&narrow, field, sizeof narrow);
         bits = (uint64_t)(int64_t)narrow;
     } else {
-        memcpy(&bits, option->field, sizeof bits);
+        memcpy(&bits, field, sizeof bits);
     }
     put_text(w, option->name, 1);
     put_number(w, option->kind, 1);
@@ -102,7 +101,7 @@ static void put_option(writer *w, const orch_record_option *option)
 static orchard_tensor as_written(const orch_operand *operand)
 {
     orchard_tensor tensor = *operand->tensor;
-    for (int32_t i = 0; operand->role == ORCH_LENGTHS && i < tensor.rank; i++) {
+    for (int32_t i = 0; operand->role == ORCHARD_HOST_READ && i < tensor.rank; i++) {
         tensor.stride[i] = 1;
     }
     return tensor;
@@ -122,8 +121,9 @@ static void put_description(writer *w, const orch_operand *operand)
     put_number(w, orch_tensor_extent(&tensor), 8);
 }
 
-/* The elements at their places, zeros between them. */
-static orchard_status put_elements(writer *w, orchard_ctx *ctx, const orch_operand *operand)
+/* The elements at their places, zeros between them. `data` is where they are. */
+static orchard_status put_elements(writer *w, orchard_ctx *ctx, const orch_operand *operand,
+                                   const void *data)
 {
     const orchard_tensor tensor = as_written(operand);
     const uint64_t bytes = orch_tensor_extent(&tensor);
@@ -136,7 +136,7 @@ static orchard_status put_elements(writer *w, orchard_ctx *ctx, const orch_opera
         return orch_fail(ORCHARD_ERROR_MEMORY, "record: no memory for %zu bytes", (size_t)bytes);
     }
     memset(block, 0, bytes);
-    orch_format_copy(block, &tensor, operand->tensor->data, operand->tensor);
+    orch_format_copy(block, &tensor, data, operand->tensor);
     orch_format_swap(block, orchard_dtype_size(tensor.dtype), bytes);
     put(w, block, bytes);
     ctx->alloc(ctx->alloc_user, block, bytes, 0);
@@ -147,9 +147,7 @@ static orchard_status put_elements(writer *w, orchard_ctx *ctx, const orch_opera
 static orchard_status put_call(writer *w, orchard_ctx *ctx, const orch_recording *call,
                                uint64_t length)
 {
-    const orch_op_entry *entry = &orch_op_entries[call->op];
-    orch_record_option options[ORCH_RECORD_MAX_OPTIONS];
-    const int32_t option_count = entry->options ? entry->options(call->args, options) : 0;
+    const orch_op *op = call->op;
     uint64_t present = 0;
     for (int32_t i = 0; i < call->operand_count; i++) {
         present += orch_tensor_present(call->operands[i].tensor);
@@ -158,11 +156,11 @@ static orchard_status put_call(writer *w, orchard_ctx *ctx, const orch_recording
     put_number(w, ORCH_RECORD_FORMAT, 4);
     put_number(w, length, 8);
     put_number(w, ORCHARD_HEADER_VERSION, 4);
-    put_text(w, entry->name, 1);
+    put_text(w, op->name, 1);
     put_text(w, call->story, 2);
-    put_number(w, (uint64_t)option_count, 1);
-    for (int32_t i = 0; i < option_count; i++) {
-        put_option(w, &options[i]);
+    put_number(w, (uint64_t)op->option_count, 1);
+    for (int32_t i = 0; i < op->option_count; i++) {
+        put_option(w, call->args, &op->options[i]);
     }
     put_number(w, present, 1);
     for (int32_t i = 0; i < call->operand_count; i++) {
@@ -172,7 +170,9 @@ static orchard_status put_call(writer *w, orchard_ctx *ctx, const orch_recording
     }
     for (int32_t i = 0; i < call->operand_count; i++) {
         if (orch_tensor_present(call->operands[i].tensor)) {
-            ORCH_TRY(put_elements(w, ctx, &call->operands[i]));
+            const void *before = call->before ? call->before->of[i].data : NULL;
+            ORCH_TRY(put_elements(w, ctx, &call->operands[i],
+                                  before ? before : call->operands[i].tensor->data));
         }
     }
     put_number(w, w->hash, 8);

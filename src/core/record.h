@@ -9,43 +9,28 @@
 #include <stdalign.h>
 #include <stddef.h>
 
+#include "core/op.h"
 #include "core/operand.h"
-#include "core/ops.h"
 
 #define ORCH_RECORD_FORMAT 1
-#define ORCH_RECORD_MAX_OPTIONS 32
 #define ORCH_RECORD_STORY 4096 /* bytes, with the 0 at the end */
-#define ORCH_RECORD_ARGS 8192  /* ORCH_MAX_ARGS_SIZE */
-
-typedef enum orch_record_kind {
-    ORCH_RECORD_I32,
-    ORCH_RECORD_I64,
-    ORCH_RECORD_F64
-} orch_record_kind;
-
-/* A scalar of an args struct. A name in a file that the struct does not have is refused, one that
- * the file does not have stays 0, the default. */
-typedef struct orch_record_option {
-    const char *name;
-    orch_record_kind kind;
-    void *field;
-} orch_record_option;
 
 /* A call to write: its operands lie on the host. */
 typedef struct orch_recording {
-    orch_op op;
-    void *args; /* the full struct that `operands` point into */
+    const orch_op *op;
+    const void *args; /* the full struct that `operands` point into */
     const orch_operand *operands;
     int32_t operand_count;
-    const char *story; /* lines of text: what happened, where */
+    const orch_copies *before; /* what operands held before the call that now hold its results */
+    const char *story;         /* lines of text: what happened, where */
 } orch_recording;
 
 /* A call that was read, with memory for all its tensors. */
 typedef struct orch_record {
     orchard_ctx *ctx;
-    orch_op op;
+    const orch_op *op;
     uint32_t version; /* of the library that wrote it, as ORCHARD_HEADER_VERSION */
-    alignas(max_align_t) unsigned char args[ORCH_RECORD_ARGS];
+    alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE];
     orch_operand operands[ORCH_MAX_OPERANDS]; /* present ones have their memory in `blocks` */
     int32_t operand_count;
     orch_copies blocks;

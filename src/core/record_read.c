@@ -110,26 +110,27 @@ static void text(reader *r, size_t length_bytes, char *to, size_t room)
 
 /* ---- The call -------------------------------------------------------------------------------- */
 
-static orchard_status read_option(reader *r, const orch_record_option *options, int32_t count)
+static orchard_status read_option(reader *r, const orch_op *op, void *args)
 {
     char name[64];
     text(r, 1, name, sizeof name);
     const uint64_t kind = number(r, 1), bits = number(r, 8);
     const int32_t narrow = (int32_t)(uint32_t)bits;
     int32_t found = 0;
-    while (found < count && strcmp(options[found].name, name) != 0) {
+    while (found < op->option_count && strcmp(op->options[found].name, name) != 0) {
         found++;
     }
-    if (found == count || kind != (uint64_t)options[found].kind) {
+    if (found == op->option_count || kind != (uint64_t)op->options[found].kind) {
         return r->ended ? ORCHARD_OK : damaged(r, "it has an option that the operation has not");
     }
-    if (kind == ORCH_RECORD_I32) {
+    void *field = (char *)args + op->options[found].offset;
+    if (kind == ORCHARD_OPTION_I32) {
         if ((uint64_t)(int64_t)narrow != bits) {
             return damaged(r, "an option is out of range");
         }
-        memcpy(options[found].field, &narrow, sizeof narrow);
+        memcpy(field, &narrow, sizeof narrow);
     } else {
-        memcpy(options[found].field, &bits, sizeof bits);
+        memcpy(field, &bits, sizeof bits);
     }
     return ORCHARD_OK;
 }
@@ -165,7 +166,7 @@ static orchard_status read_description(reader *r, orch_record *record, uint64_t 
     for (uint64_t i = 0; i < rank && i < ORCHARD_MAX_RANK; i++) {
         tensor.size[i] = (int64_t)number(r, 8);
         tensor.stride[i] = (int64_t)number(r, 8);
-        if (role == ORCH_LENGTHS && tensor.stride[i] != 1) {
+        if (role == ORCHARD_HOST_READ && tensor.stride[i] != 1) {
             return r->ended ? ORCHARD_OK : damaged(r, "its lengths are not dense");
         }
     }
@@ -224,26 +225,18 @@ static orchard_status read_tensors(reader *r, orch_record *record)
 
 static orchard_status read_call(reader *r, orch_record *record)
 {
-    orch_record_option options[ORCH_RECORD_MAX_OPTIONS];
-    char op[64];
-    int found = 0;
+    char name[64];
     record->version = (uint32_t)number(r, 4);
-    text(r, 1, op, sizeof op);
+    text(r, 1, name, sizeof name);
     text(r, 2, record->story, sizeof record->story);
-    while (found < ORCH_OP_COUNT && strcmp(op, orch_op_entries[found].name) != 0) {
-        found++;
-    }
-    if (found == ORCH_OP_COUNT) {
+    if (orch_op_find("replay", name, &record->op)) {
         return orch_fail(ORCHARD_ERROR_UNSUPPORTED,
                          "replay: %s holds the operation \"%.64s\", which this library has not",
-                         r->name, op);
+                         r->name, name);
     }
-    const orch_op_entry *entry = &orch_op_entries[found];
-    record->op = (orch_op)found;
-    record->operand_count = entry->operands(record->args, record->operands);
-    const int32_t option_count = entry->options ? entry->options(record->args, options) : 0;
+    record->operand_count = orch_operands_list(record->op, record->args, record->operands);
     for (uint64_t i = 0, count = number(r, 1); i < count && !r->ended; i++) {
-        ORCH_TRY(read_option(r, options, option_count));
+        ORCH_TRY(read_option(r, record->op, record->args));
     }
     return r->ended ? damaged(r, "it ends early") : read_tensors(r, record);
 }

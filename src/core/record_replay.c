@@ -17,49 +17,61 @@ typedef struct replay {
     alignas(max_align_t) unsigned char problem[ORCH_MAX_PROBLEM_SIZE];
     orch_audit_report recorded, now;
     orch_copies outputs; /* the file's */
+    orch_copies before;  /* of operands that are read and overwritten: what the file holds */
 } replay;
 
 static void free_copies(replay *r)
 {
     orch_copies_free(&r->outputs);
+    orch_copies_free(&r->before);
     orch_record_free(&r->record);
 }
 
 /* Judges whatever the outputs hold. */
 static orchard_status judge(replay *r, orchard_ctx *ctx, orch_audit_report *report)
 {
-    const orch_op_entry *entry = &orch_op_entries[r->record.op];
+    const orch_op *op = r->record.op;
     const orch_call call = {.ctx = ctx,
-                            .op = r->record.op,
+                            .op = op,
+                            .args = r->record.args,
+                            .before = &r->before,
                             .problem = r->problem,
                             .operands = r->record.operands,
                             .operand_count = r->record.operand_count};
     memset(report, 0, sizeof *report);
-    ORCH_TRY(entry->check(ctx, r->record.args, r->problem));
-    if (entry->audit) {
-        const uint64_t mode = orch_float_mode_enter();
-        entry->audit(&call, 0, ORCH_AUDIT_ALL, report);
-        orch_float_mode_leave(mode);
+    ORCH_TRY(orch_op_check(op, r->record.args));
+    ORCH_TRY(op->check(op, r->record.args, r->problem));
+    const uint64_t mode = orch_float_mode_enter();
+    if (op->audit) {
+        op->audit(&call, 0, ORCH_AUDIT_ALL, report);
+    } else {
+        orch_audit_by_ref(&call, report);
     }
+    orch_float_mode_leave(mode);
     return ORCHARD_OK;
 }
 
-/* Copies the file's outputs; in their place stands what no backend writes. */
+/* Copies the file's outputs; in their place stands what no backend writes. Of what is read and
+ * overwritten the file holds what it was before the call. */
 static orchard_status set_aside(replay *r, orchard_ctx *ctx)
 {
     for (int32_t i = 0; i < r->record.operand_count; i++) {
         const size_t bytes = r->record.blocks.of[i].bytes;
-        if (r->record.operands[i].role != ORCH_OUTPUT || !r->record.blocks.of[i].data) {
+        const bool is_out = r->record.operands[i].role == ORCHARD_OUT;
+        if (!orch_is_written(r->record.operands[i].role) || !r->record.blocks.of[i].data) {
             continue;
         }
         void *copy = ctx->alloc(ctx->alloc_user, NULL, 0, bytes);
         if (!copy) {
             return orch_fail(ORCHARD_ERROR_MEMORY, "replay: no memory for %zu bytes", bytes);
         }
-        r->outputs.of[i].data = copy;
-        r->outputs.of[i].bytes = bytes;
+        orch_copies *keep = is_out ? &r->outputs : &r->before;
+        keep->of[i].data = copy;
+        keep->of[i].bytes = bytes;
         memcpy(copy, r->record.blocks.of[i].data, bytes);
-        memset(r->record.blocks.of[i].data, 0xff, bytes);
+        if (is_out) {
+            memset(r->record.blocks.of[i].data, 0xff, bytes);
+        }
     }
     return ORCHARD_OK;
 }
@@ -70,8 +82,10 @@ static void compare(const replay *r, int32_t place, orchard_replay_output *out)
     const char *now = tensor->data, *then = r->outputs.of[place].data;
     const size_t element = orchard_dtype_size(tensor->dtype);
     int64_t index[ORCHARD_MAX_RANK] = {0}, at = 0;
-    int32_t dim = orch_tensor_extent(tensor) ? 0 : -1;
-    while (dim >= 0) {
+    if (!orch_tensor_extent(tensor)) {
+        return;
+    }
+    do {
         const double x = orch_element_load(tensor->dtype, now, at);
         const double y = orch_element_load(tensor->dtype, then, at);
         const double off = isnan(x) && isnan(y) ? 0 : x == y ? 0 : fabs(x - y);
@@ -79,15 +93,7 @@ static void compare(const replay *r, int32_t place, orchard_replay_output *out)
         out->differing +=
             memcmp(now + (size_t)at * element, then + (size_t)at * element, element) != 0;
         out->from_recorded = fmax(out->from_recorded, isnan(off) ? INFINITY : off);
-        for (dim = tensor->rank - 1; dim >= 0; dim--) {
-            at += tensor->stride[dim];
-            if (++index[dim] < tensor->size[dim]) {
-                break;
-            }
-            at -= tensor->stride[dim] * tensor->size[dim];
-            index[dim] = 0;
-        }
-    }
+    } while (orch_tensor_next(tensor, index, &at));
 }
 
 static const orch_audit_output *judged(const orch_audit_report *report, const char *name)
@@ -104,7 +110,8 @@ static const orch_audit_output *judged(const orch_audit_report *report, const ch
 static void tell(const replay *r, orchard_replay_result *result)
 {
     for (int32_t i = 0; i < r->record.operand_count; i++) {
-        if (!r->outputs.of[i].data || result->output_count == ORCHARD_MAX_OUTPUTS) {
+        const bool is_out = r->outputs.of[i].data;
+        if (!(is_out || r->before.of[i].data) || result->output_count == ORCHARD_MAX_OUTPUTS) {
             continue;
         }
         const char *name = r->record.operands[i].name;
@@ -113,15 +120,17 @@ static void tell(const replay *r, orchard_replay_result *result)
         snprintf(out->name, sizeof out->name, "%s", name);
         out->deviation = now->deviation;
         out->share = now->share;
-        out->recorded_deviation = then->deviation;
-        out->recorded_share = then->share;
-        compare(r, i, out);
+        if (is_out) { /* of others the file does not hold the results */
+            out->recorded_deviation = then->deviation;
+            out->recorded_share = then->share;
+            compare(r, i, out);
+        }
     }
 }
 
 static orchard_status run(replay *r, orchard_ctx *ctx, orchard_replay_result *result)
 {
-    const char *op = orch_op_entries[r->record.op].name;
+    const char *op = r->record.op->name;
     const uint32_t version = r->record.version;
     snprintf(result->op, sizeof result->op, "%s", op);
     snprintf(result->version, sizeof result->version, "%u.%u.%u", version / 10000 % 1000,
@@ -150,7 +159,7 @@ orchard_status orchard_replay(orchard_ctx *ctx, const char *path, orchard_replay
         return orch_fail(ORCHARD_ERROR_MEMORY, "replay: no memory for %zu bytes", sizeof *r);
     }
     memset(r, 0, sizeof *r);
-    r->outputs.ctx = ctx;
+    r->outputs.ctx = r->before.ctx = ctx;
     orchard_status status = orch_record_read(ctx, path, &r->record);
     if (!status) {
         status = run(r, ctx, result);

@@ -28,14 +28,14 @@ static struct {
 
 static const char other_reasons[] = "other reasons";
 
-void orch_report_count(orch_op op, int backend_index, const char *reason)
+void orch_report_count(const orch_op *op, int backend_index, const char *reason)
 {
     if (!reason) {
-        atomic_fetch_add_explicit(&counters[op][backend_index].ran, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&counters[op->id][backend_index].ran, 1, memory_order_relaxed);
         return;
     }
     for (int i = 0; i < REASONS; i++) {
-        counter *at = &counters[op][backend_index].refused[i];
+        counter *at = &counters[op->id][backend_index].refused[i];
         const char *seen = NULL, *wanted = i < REASONS - 1 ? reason : other_reasons;
         if (atomic_compare_exchange_strong(&at->reason, &seen, wanted) || seen == wanted) {
             atomic_fetch_add_explicit(&at->count, 1, memory_order_relaxed);
@@ -62,7 +62,7 @@ int64_t orchard_report(orchard_report_line *lines, int64_t capacity)
     int64_t count = 0;
     for (int op = 0; op < ORCH_OP_COUNT; op++) {
         for (int b = 0; orch_backends[b]; b++) {
-            orchard_report_line line = {.op = orch_op_entries[op].name,
+            orchard_report_line line = {.op = orch_ops[op]->name,
                                         .backend = orch_backends[b]->name};
             line.count = atomic_load(&counters[op][b].ran);
             add_line(lines, capacity, &count, line);

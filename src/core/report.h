@@ -2,9 +2,9 @@
 #ifndef ORCH_REPORT_H
 #define ORCH_REPORT_H
 
-#include "core/ops.h"
+#include "core/op.h"
 
 /* Counts one try. reason NULL: it ran. `reason` must live as long as the process. */
-void orch_report_count(orch_op op, int backend_index, const char *reason);
+void orch_report_count(const orch_op *op, int backend_index, const char *reason);
 
 #endif

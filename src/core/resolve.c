@@ -45,8 +45,8 @@ static void add_region(orch_resolution_table *t, const orch_operand *operand, ui
     t->region[t->region_count] =
         (orch_region){.begin = begin,
                       .end = begin + extent,
-                      .gaps = operand->role == ORCH_OUTPUT && !is_dense(operand->tensor),
-                      .filled = operand->role != ORCH_OUTPUT || !is_dense(operand->tensor)};
+                      .gaps = orch_is_written(operand->role) && !is_dense(operand->tensor),
+                      .filled = operand->role != ORCHARD_OUT || !is_dense(operand->tensor)};
     join_regions(t, t->region_count++);
 }
 
@@ -132,7 +132,8 @@ static void bind_operand(orch_resolution_table *t, int32_t i)
  * looks for copies must find it. */
 static bool was_copied(const orch_operand *operand)
 {
-    return operand->role == ORCH_LENGTHS && operand->buffer && !operand->buffer->memory.contents;
+    return operand->role == ORCHARD_HOST_READ && operand->buffer &&
+           !operand->buffer->memory.contents;
 }
 
 void orch_resolve_count(const orch_resolution_table *t)
@@ -141,7 +142,7 @@ void orch_resolve_count(const orch_resolution_table *t)
         const orch_operand *operand = &t->call->operands[i];
         const int32_t region = t->binding[i].region;
         if (t->binding[i].handle) {
-            orch_memory_count(orch_op_entries[t->call->op].name, operand->name,
+            orch_memory_count(t->call->op->name, operand->name,
                               was_copied(operand)         ? ORCH_STAGED
                               : region < 0                ? ORCH_DIRECT
                               : t->region[region].wrapped ? ORCH_WRAPPED
@@ -206,7 +207,8 @@ orchard_status orch_resolve_store(const orch_resolution_table *t)
 {
     for (int32_t i = 0; i < t->call->operand_count; i++) {
         const int32_t region = t->binding[i].region;
-        if (t->call->operands[i].role == ORCH_OUTPUT && region >= 0 && !t->region[region].wrapped) {
+        if (orch_is_written(t->call->operands[i].role) && region >= 0 &&
+            !t->region[region].wrapped) {
             ORCH_TRY(store_operand(t, i));
         }
     }

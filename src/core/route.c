@@ -116,8 +116,8 @@ static const orch_backend *backend_named(const char *name)
 
 static bool is_op(const char *name)
 {
-    for (int op = 0; op < ORCH_OP_COUNT; op++) {
-        if (strcmp(orch_op_entries[op].name, name) == 0) {
+    for (int id = 0; id < ORCH_OP_COUNT; id++) {
+        if (strcmp(orch_ops[id]->name, name) == 0) {
             return true;
         }
     }
@@ -296,14 +296,13 @@ void orch_route_free(orchard_ctx *ctx, orch_route *route)
 
 /* ---- The order ------------------------------------------------------------------------------- */
 
-void orch_route_class(orch_op op, const void *problem, char text[ORCH_ROUTE_CLASS])
+void orch_route_class(const orch_op *op, const void *problem, char text[ORCH_ROUTE_CLASS])
 {
-    const orch_op_entry *entry = &orch_op_entries[op];
     char shape[ORCH_ROUTE_CLASS] = "";
-    if (entry->shape) {
-        entry->shape(problem, shape, sizeof shape);
+    if (op->tuning_class) {
+        op->tuning_class(problem, shape, sizeof shape);
     }
-    snprintf(text, ORCH_ROUTE_CLASS, "%s%s%.64s", entry->name, *shape ? " " : "", shape);
+    snprintf(text, ORCH_ROUTE_CLASS, "%s%s%.64s", op->name, *shape ? " " : "", shape);
 }
 
 static void append(const orch_backend **order, int32_t *count, const orch_backend *backend)

@@ -16,7 +16,7 @@ orchard_status orch_route_load(orchard_ctx *ctx, const char *path, orch_route **
 void orch_route_free(orchard_ctx *ctx, orch_route *route);
 
 /* "op class" of a checked call; the op alone where its room has no classes. */
-void orch_route_class(orch_op op, const void *problem, char text[ORCH_ROUTE_CLASS]);
+void orch_route_class(const orch_op *op, const void *problem, char text[ORCH_ROUTE_CLASS]);
 
 /* Fills `order` with the context's backends, those that the file names for the call first. False:
  * the file has no line for it, and the order is the context's. */

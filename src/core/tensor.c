@@ -88,6 +88,19 @@ uint64_t orch_tensor_extent(const orchard_tensor *tensor)
     return (last + 1) * orchard_dtype_size(tensor->dtype);
 }
 
+bool orch_tensor_next(const orchard_tensor *tensor, int64_t index[ORCHARD_MAX_RANK], int64_t *at)
+{
+    for (int32_t i = tensor->rank; i-- > 0;) {
+        *at += tensor->stride[i];
+        if (++index[i] < tensor->size[i]) {
+            return true;
+        }
+        *at -= tensor->stride[i] * tensor->size[i];
+        index[i] = 0;
+    }
+    return false;
+}
+
 orchard_status orch_tensor_check(const char *op, const char *name, const orchard_tensor *tensor)
 {
     if (!is_dtype(tensor->dtype)) {

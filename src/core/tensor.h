@@ -27,6 +27,10 @@ orchard_status orch_tensor_check_apart(const char *op, const char *out_name,
                                        const orchard_tensor *out, const char *other_name,
                                        const orchard_tensor *other);
 
+/* The next element in row-major order: index and *at (elements from data) start at 0; false past
+ * the last. An empty tensor has not even a first. */
+bool orch_tensor_next(const orchard_tensor *tensor, int64_t index[ORCHARD_MAX_RANK], int64_t *at);
+
 /* Element at `index` elements from data, as double. Integers and bools as their value. */
 double orch_element_load(orchard_dtype dtype, const void *data, int64_t index);
 

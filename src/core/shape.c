@@ -1,0 +1,267 @@
+/* Matching operands with their shapes in letters: inputs first, since outputs follow from them. */
+#include "core/shape.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/context.h"
+#include "core/operand.h"
+#include "core/tensor.h"
+
+/* ---- Dtypes ---------------------------------------------------------------------------------- */
+
+static bool is_float(orchard_dtype dtype)
+{
+    return dtype == ORCHARD_F64 || dtype == ORCHARD_F32 || dtype == ORCHARD_F16 ||
+           dtype == ORCHARD_BF16;
+}
+
+static int32_t operand_named(const orch_op *op, const char *name, size_t length)
+{
+    for (int32_t i = 0; i < op->operand_count; i++) {
+        if (strlen(op->operands[i].name) == length &&
+            memcmp(op->operands[i].name, name, length) == 0) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+static orchard_dtype wide(orchard_dtype dtype)
+{
+    return dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32;
+}
+
+/* The dtypes that a rule allows, best first; returns how many, 0 where the rule hangs on an operand
+ * that is absent. */
+static int allowed_dtypes(const orch_op *op, const void *args, const orch_shape *shape,
+                          const char *rule, orchard_dtype allowed[4])
+{
+    static const orchard_dtype floats[4] = {ORCHARD_F64, ORCHARD_F32, ORCHARD_F16, ORCHARD_BF16};
+    const char *slash = strchr(rule, '/');
+    if (strcmp(rule, "float") == 0) {
+        memcpy(allowed, floats, sizeof floats);
+        return 4;
+    }
+    if (strcmp(rule, "index") == 0) {
+        allowed[0] = ORCHARD_I64, allowed[1] = ORCHARD_I32;
+        return 2;
+    }
+    if (strcmp(rule, "wide") == 0) {
+        allowed[0] = wide(shape->dtype);
+        return 1;
+    }
+    int count = 0;
+    if (strncmp(rule, "bool", 4) == 0) {
+        allowed[count++] = ORCHARD_BOOL;
+    }
+    const char *name = count ? slash ? slash + 1 : NULL : rule;
+    if (name) {
+        const size_t length = slash && name == rule ? (size_t)(slash - rule) : strlen(name);
+        const orchard_tensor *like = orch_op_tensor(op, args, operand_named(op, name, length));
+        if (!orch_tensor_present(like)) {
+            return count;
+        }
+        allowed[count++] = like->dtype;
+        if (slash && name == rule) { /* "x/f32" */
+            allowed[count++] = wide(like->dtype);
+        }
+    }
+    return count;
+}
+
+static orchard_status check_dtype(const orch_op *op, const void *args, int32_t i, orch_shape *shape)
+{
+    const orchard_operand_info *operand = &op->operands[i];
+    const orchard_dtype dtype = orch_op_tensor(op, args, i)->dtype;
+    orchard_dtype allowed[4];
+    char list[64] = "";
+    const int count = allowed_dtypes(op, args, shape, operand->dtype, allowed);
+    for (int n = 0; n < count; n++) {
+        if (allowed[n] == dtype) {
+            shape->dtype = shape->dtype || !is_float(dtype) ? shape->dtype : dtype;
+            return ORCHARD_OK;
+        }
+        if (n == 0 || allowed[n] != allowed[n - 1]) {
+            strcat(strcat(list, n ? " or " : ""), orchard_dtype_name(allowed[n]));
+        }
+    }
+    return orch_fail(ORCHARD_ERROR_DTYPE, "%s: %s is %s, must be %s", op->name, operand->name,
+                     orchard_dtype_name(dtype), list);
+}
+
+/* ---- Sizes ----------------------------------------------------------------------------------- */
+
+static int32_t letters_of(const char *shape)
+{
+    int32_t count = 0;
+    for (; *shape; shape++) {
+        count += *shape != '*' && *shape != '+';
+    }
+    return count;
+}
+
+static orchard_status wrong_size(const orch_op *op, const char *name, const orchard_tensor *tensor,
+                                 int32_t dimension, int64_t wanted, const char *from)
+{
+    return orch_fail(ORCHARD_ERROR_SHAPE,
+                     "%s: %s has size %" PRId64 " in dimension %d, must be %" PRId64 " as in %s",
+                     op->name, name, tensor->size[dimension], (int)dimension, wanted, from);
+}
+
+/* How many dimensions a group has in this operand: what is left beside letters and '+'. */
+static orchard_status count_dimensions(const orch_op *op, const orchard_operand_info *operand,
+                                       const orchard_tensor *tensor, orch_shape *shape)
+{
+    const bool leading = strchr(operand->shape, '*'), trailing = strchr(operand->shape, '+');
+    const int32_t fixed = letters_of(operand->shape) + (trailing ? shape->trailing.count : 0);
+    if (leading && !shape->leading.from && tensor->rank >= fixed) {
+        shape->leading.count = tensor->rank - fixed;
+    }
+    const int32_t rank = fixed + (leading ? shape->leading.count : 0);
+    if (leading && !shape->leading.from && tensor->rank < fixed) {
+        return orch_fail(ORCHARD_ERROR_SHAPE, "%s: %s has rank %d, must be at least %d", op->name,
+                         operand->name, (int)tensor->rank, (int)fixed);
+    }
+    return tensor->rank == rank ? ORCHARD_OK
+                                : orch_fail(ORCHARD_ERROR_SHAPE, "%s: %s has rank %d, must be %d",
+                                            op->name, operand->name, (int)tensor->rank, (int)rank);
+}
+
+static orchard_status check_sizes(const orch_op *op, int32_t i, const orchard_tensor *tensor,
+                                  orch_shape *shape)
+{
+    const orchard_operand_info *operand = &op->operands[i];
+    ORCH_TRY(count_dimensions(op, operand, tensor, shape));
+    int32_t at = 0;
+    for (const char *sign = operand->shape; *sign; sign++) {
+        const bool leading = *sign == '*', trailing = *sign == '+';
+        const int32_t count = leading ? shape->leading.count : trailing ? shape->trailing.count : 1;
+        int64_t *size = leading    ? shape->leading.size
+                        : trailing ? shape->trailing.size
+                                   : &shape->letter[*sign - 'A'].size;
+        const char **from = leading    ? &shape->leading.from
+                            : trailing ? &shape->trailing.from
+                                       : &shape->letter[*sign - 'A'].from;
+        for (int32_t n = 0; n < count; n++, at++) {
+            if (!*from) {
+                size[n] = tensor->size[at];
+            } else if (size[n] != tensor->size[at]) {
+                return wrong_size(op, operand->name, tensor, at, size[n], *from);
+            }
+        }
+        *from = *from ? *from : operand->name;
+    }
+    return ORCHARD_OK;
+}
+
+/* ---- A call ---------------------------------------------------------------------------------- */
+
+static orchard_status begin(const orch_op *op, const void *args, orch_shape *shape)
+{
+    const double dims = orch_op_option_value(op, args, "dims");
+    memset(shape, 0, sizeof *shape);
+    if (!(dims >= 0 && dims <= ORCHARD_MAX_RANK)) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: dims is %g, must be 0 ... %d", op->name, dims,
+                         ORCHARD_MAX_RANK);
+    }
+    shape->trailing.count = dims > 0 ? (int32_t)dims : 1;
+    return ORCHARD_OK;
+}
+
+/* Without memory nobody looks at addresses. */
+static orchard_status check_operands(const orch_op *op, const void *args, bool outputs,
+                                     bool with_memory, orch_shape *shape)
+{
+    static const _Alignas(16) char somewhere[16];
+    for (int32_t i = 0; i < op->operand_count; i++) {
+        const orchard_tensor *tensor = orch_op_tensor(op, args, i);
+        if (orch_is_written(op->operands[i].role) != outputs || !orch_tensor_present(tensor)) {
+            continue;
+        }
+        orchard_tensor checked = *tensor;
+        checked.data = with_memory ? tensor->data : (void *)(uintptr_t)somewhere;
+        ORCH_TRY(orch_tensor_check(op->name, op->operands[i].name, &checked));
+        ORCH_TRY(check_dtype(op, args, i, shape));
+        ORCH_TRY(check_sizes(op, i, tensor, shape));
+    }
+    return ORCHARD_OK;
+}
+
+orchard_status orch_shape_check(const orch_op *op, const void *args, orch_shape *shape)
+{
+    ORCH_TRY(begin(op, args, shape));
+    ORCH_TRY(check_operands(op, args, false, true, shape));
+    return check_operands(op, args, true, true, shape);
+}
+
+int64_t orch_shape_size(const orch_shape *shape, char letter)
+{
+    return shape->letter[letter - 'A'].from ? shape->letter[letter - 'A'].size : 1;
+}
+
+/* ---- Outputs --------------------------------------------------------------------------------- */
+
+/* Its sizes as far as inputs say them; false: they do not. */
+static bool sizes_of(const orchard_operand_info *operand, const orch_shape *shape, int32_t *rank,
+                     int64_t *size)
+{
+    *rank = 0;
+    for (const char *sign = operand->shape; *sign; sign++) {
+        const bool leading = *sign == '*', trailing = *sign == '+';
+        const int32_t count = leading ? shape->leading.count : trailing ? shape->trailing.count : 1;
+        const int64_t *from = leading    ? shape->leading.size
+                              : trailing ? shape->trailing.size
+                                         : &shape->letter[*sign - 'A'].size;
+        const char *said = leading    ? shape->leading.from
+                           : trailing ? shape->trailing.from
+                                      : shape->letter[*sign - 'A'].from;
+        if (!said || *rank + count > ORCHARD_MAX_RANK) {
+            return false;
+        }
+        memcpy(size + *rank, from, (size_t)count * sizeof *size);
+        *rank += count;
+    }
+    return true;
+}
+
+static void fill_output(const orch_op *op, void *args, int32_t i, const orch_shape *shape)
+{
+    orchard_tensor *tensor = orch_op_tensor(op, args, i);
+    const orchard_tensor before = *tensor;
+    int64_t size[ORCHARD_MAX_RANK];
+    orchard_dtype allowed[4];
+    int32_t rank;
+    *tensor = (orchard_tensor){0};
+    if (sizes_of(&op->operands[i], shape, &rank, size) &&
+        allowed_dtypes(op, args, shape, op->operands[i].dtype, allowed)) {
+        *tensor = orchard_tensor_dense(before.data, allowed[0], rank, size);
+        tensor->buffer = before.buffer;
+        tensor->offset = before.offset;
+    }
+}
+
+orchard_status orchard_op_outputs(orchard_ctx *ctx, const char *name, void *args)
+{
+    const orch_op *op;
+    orch_shape shape;
+    if (!ctx || !name || !args) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "op_outputs: %s is NULL",
+                         !ctx    ? "ctx"
+                         : !name ? "op"
+                                 : "args");
+    }
+    ORCH_TRY(orch_op_find("op_outputs", name, &op));
+    if (op->outputs) {
+        return op->outputs(op, args);
+    }
+    ORCH_TRY(begin(op, args, &shape));
+    ORCH_TRY(check_operands(op, args, false, false, &shape));
+    for (int32_t i = 0; i < op->operand_count; i++) {
+        if (op->operands[i].role == ORCHARD_OUT) {
+            fill_output(op, args, i, &shape);
+        }
+    }
+    return ORCHARD_OK;
+}
