@@ -6,7 +6,6 @@
 
 #include "attention/attention_random.h"
 #include "attention/attention_running.h"
-#include "backend/backend.h"
 #include "core/context.h"
 #include "groups.h"
 #include "metal/standin_use.h"
@@ -290,24 +289,16 @@ static void *failing_alloc(void *user, void *ptr, size_t old_size, size_t new_si
  * next backend is asked, and the next call, with memory, works. */
 static void many_launches(void)
 {
-    static orch_slot slot;
-    static orch_backend steps;
-    static const orch_backend *const kinds[] = {&orch_backend_metal, &orch_backend_opencl};
+    orch_op steps = orch_attention_forward_op;
     static const int64_t size[] = {1, 1, 4, 16};
     float x[VALUES], y[VALUES];
     int left = 1 << 20;
-    for (int i = 0; i < 2; i++) {
-        steps = strcmp(kinds[i]->name, backend) == 0 ? *kinds[i] : steps;
-    }
-    slot = *steps.slots[ORCH_OP_attention_forward];
-    slot.device_plan = plan_steps;
-    steps.slots[ORCH_OP_attention_forward] = &slot;
+    steps.device_plan = plan_steps;
     WORKS(orchard_ctx_create(&ctx, &(orchard_ctx_opts){.backend = backend,
                                                        .strict = 1,
                                                        .threads = 1,
                                                        .alloc = failing_alloc,
                                                        .alloc_user = &left}));
-    ctx->backends[0] = &steps;
     for (int i = 0; i < VALUES; i++) {
         x[i] = (float)(i * 3);
     }
@@ -318,11 +309,11 @@ static void many_launches(void)
     const int needed[] = {0, 1, 3, 1 << 20}; /* the plan itself; its first launches; all */
     for (int n = 0; n < 3; n++) {
         left = needed[n];
-        FAILS(orchard_attention_forward(ctx, &args), ORCHARD_ERROR_UNSUPPORTED);
+        FAILS(orch_dispatch(ctx, &steps, &args), ORCHARD_ERROR_UNSUPPORTED);
         SAYS("no memory for the plan of a device");
     }
     left = needed[3];
-    WORKS(orchard_attention_forward(ctx, &args));
+    WORKS(orch_dispatch(ctx, &steps, &args));
     CHECK_INT(ctx->gpu_plan->launch_count, STEPS);
     int wrong = 0;
     for (int i = 0; i < VALUES; i++) {
