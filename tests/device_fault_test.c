@@ -120,6 +120,21 @@ static const char *family = ""; /* what a sweep lets fail, and which one of it *
 static int family_n;
 static outcome expected = LOST_LATE;
 
+static int armed; /* OpenCL's calls of the family before that */
+
+static void arm(void)
+{
+    allocations = 0;
+    if (strcmp(family, "host memory") == 0) {
+        failing_allocation = family_n;
+    } else if (on == ORCH_METAL) {
+        metal.fail(family, family_n);
+    } else {
+        armed = opencl.calls(family);
+        opencl.fail(family, family_n);
+    }
+}
+
 /* The device is lost, and says so in the same words again and again. */
 static void check_lost(scenario *s)
 {
@@ -174,6 +189,7 @@ static void check_clean(scenario *s)
 /* The whole life of a device; true if nothing failed. */
 static bool live_once(void)
 {
+    arm();
     scenario s = {.device = orch_device_open(on, NULL)};
     if (!s.device) {
         failing_allocation = 0;
@@ -203,6 +219,62 @@ static bool live_once(void)
     return status == ORCHARD_OK;
 }
 
+/* ---- Calls ----------------------------------------------------------------------------------- */
+
+/* y = x; y = 2 y + y; z = y: on Metal the last two share a command buffer. A call that is refused
+ * before commit is made once more: nothing of the others is lost then, nor done twice. */
+static orchard_status run_calls(scenario *s, int *refused)
+{
+    const struct {
+        int from, to;
+        float factor;
+    } calls[] = {{X, Y, 1}, {Y, Y, 2}, {Y, Z, 1}};
+    for (int i = 0; i < 3; i++) {
+        void *x = s->memory[calls[i].from].handle, *y = s->memory[calls[i].to].handle;
+        orchard_status status = submit_axpy(s->device, x, y, calls[i].factor);
+        if (status && !s->device->lost) {
+            ++*refused;
+            REFUSED(status, status);
+            status = submit_axpy(s->device, x, y, calls[i].factor);
+        }
+        ORCH_TRY(status);
+        s->committed = true;
+    }
+    ORCH_TRY(s->device->class->wait(s->device, NULL));
+    int wrong = 0;
+    for (int i = 0; i < N; i++) {
+        wrong += ((float *)s->memory[Y].contents)[i] != 3 * (float)(i + 1);
+        wrong += host[i] != 3 * (float)(i + 1);
+    }
+    CHECK_INT(wrong, 0);
+    return ORCHARD_OK;
+}
+
+/* On a device that is open, with its memory filled and its kernel compiled. */
+static bool live_calls(void)
+{
+    int refused = 0;
+    const orch_kernel *kernel;
+    scenario s = {.device = orch_device_open(on, NULL)};
+    WORKS(prepare(&s));
+    WORKS(orch_device_kernel(s.device, "axpy", axpy_text[on], &kernel));
+    arm();
+    const orchard_status status = run_calls(&s, &refused);
+    const bool lost = s.device->lost;
+    failing_allocation = 0;
+    CHECK((status != ORCHARD_OK) == lost);
+    CHECK(expected == LOST ? lost || !refused : expected != CLEAN || !lost);
+    if (lost) {
+        check_lost(&s);
+    }
+    release(&s);
+    orch_device_close(s.device);
+    check_nothing_left(lost);
+    return !refused && !lost;
+}
+
+static bool (*live)(void) = live_once;
+
 /* ---- Every n-th operation -------------------------------------------------------------------- */
 
 /* One failing operation, in a process of its own: what failed may be remembered. Exit 0: it was
@@ -211,18 +283,11 @@ static void child_of_family(void)
 {
     const bool ours = strcmp(family, "host memory") == 0;
     use_device();
-    check_failed = allocations = 0;
-    if (ours) {
-        failing_allocation = family_n;
-    } else if (on == ORCH_METAL) {
-        metal.fail(family, family_n);
-    } else {
-        opencl.fail(family, family_n);
-    }
-    const bool worked = live_once();
+    check_failed = 0;
+    const bool worked = live();
     const bool reached = ours               ? allocations >= family_n
                          : on == ORCH_METAL ? metal.counter("faults") > 0
-                                            : opencl.calls(family) >= family_n;
+                                            : opencl.calls(family) >= armed + family_n;
     if (check_failed) {
         fprintf(stderr, "in: %s, n = %d\n", family, family_n);
     }
@@ -303,6 +368,28 @@ static void test_metal_sweeps(void)
     sweep("lost", 5, LOST);
 }
 
+/* On Metal three calls are two command buffers. */
+static void test_calls(void)
+{
+    static const char *const fatal[] = {"run", "partial", "wait", "lost"};
+    live = live_calls;
+    if (on == ORCH_METAL) {
+        sweep("command_buffer", 2, CLEAN);
+        sweep("encoder", 2, CLEAN);
+        for (int i = 0; i < 4; i++) {
+            sweep(fatal[i], 2, LOST);
+        }
+    } else {
+        sweep("launch", 3, CLEAN);
+        sweep("kernel", 3, CLEAN);
+        sweep("alloc", 6, CLEAN);
+        sweep("event", 3, LOST_LATE);
+    }
+    if (__real_malloc) {
+        sweep("host memory", on == ORCH_METAL ? 2 : 3, CLEAN);
+    }
+}
+
 static void test_sweeps(void)
 {
     (on == ORCH_METAL ? test_metal_sweeps : test_opencl_sweeps)();
@@ -358,6 +445,7 @@ int main(int argc, char **argv)
 {
     devices_start(argc, argv);
     run_on_each("sweeps", test_sweeps);
+    run_on_each("calls", test_calls);
     if (__real_malloc) {
         run_group("cache memory", test_cache_memory);
     }

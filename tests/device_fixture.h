@@ -171,22 +171,49 @@ static const char *const turn_text[] =
           "    x[GROUP_ID(0) * 64 + LOCAL_ID] = t[63 - LOCAL_ID];\n"
           "}\n");
 
-/* Adds an axpy over n elements to the batch. */
-static inline orchard_status add_axpy(orch_device *device, orch_batch *batch, void *x, void *y,
-                                      float factor, int64_t n, int64_t y_at, int64_t x_at)
+/* An axpy over n elements, and what its arguments point to. */
+typedef struct axpy {
+    orch_launch launch;
+    int64_t ints[3];
+    float factor;
+} axpy;
+
+static inline orchard_status make_axpy(axpy *a, orch_device *device, void *x, void *y, float factor,
+                                       int64_t n, int64_t y_at, int64_t x_at)
 {
-    const int64_t ints[3] = {n, y_at, x_at};
-    orch_launch launch = {
+    *a = (axpy){.ints = {n, y_at, x_at}, .factor = factor};
+    a->launch = (orch_launch){
         .argument_count = 4,
         .argument = {{.handle = x},
                      {.handle = y},
-                     {.data = ints, .bytes = sizeof ints},
-                     {.data = &factor, .bytes = sizeof factor}},
+                     {.data = a->ints, .bytes = sizeof a->ints},
+                     {.data = &a->factor, .bytes = sizeof a->factor}},
         .groups = {(n + 63) / 64, 1, 1},
         .threads = 64,
     };
-    ORCH_TRY(orch_device_kernel(device, "axpy", axpy_text[on], &launch.kernel));
-    return device->class->launch(batch, &launch);
+    return orch_device_kernel(device, "axpy", axpy_text[on], &a->launch.kernel);
+}
+
+static inline const orch_launch *axpy_at(void *user, int32_t i)
+{
+    return &((axpy *)user)[i].launch;
+}
+
+/* Adds an axpy to the batch. */
+static inline orchard_status add_axpy(orch_device *device, orch_batch *batch, void *x, void *y,
+                                      float factor, int64_t n, int64_t y_at, int64_t x_at)
+{
+    axpy a;
+    ORCH_TRY(make_axpy(&a, device, x, y, factor, n, y_at, x_at));
+    return device->class->launch(batch, &a.launch);
+}
+
+/* A call of one axpy over N elements. */
+static inline orchard_status submit_axpy(orch_device *device, void *x, void *y, float factor)
+{
+    axpy a;
+    ORCH_TRY(make_axpy(&a, device, x, y, factor, N, 0, 0));
+    return device->class->submit(device, 1, axpy_at, &a);
 }
 
 /* One axpy in a batch of its own. */

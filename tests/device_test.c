@@ -220,6 +220,67 @@ static void test_batches(void)
     close_all(device);
 }
 
+/* ---- Calls ----------------------------------------------------------------------------------- */
+
+/* How many batches came to the device; OpenCL keeps none back, and need not tell. */
+static long committed(void)
+{
+    return on == ORCH_METAL ? metal.counter("command_buffers") : 0;
+}
+
+static const long metals[] = {[ORCH_OPENCL] = 0, [ORCH_METAL] = 1};
+
+/* Calls that follow a first one share a command buffer; one that is refused leaves them alone, and
+ * nothing of it runs. */
+static void test_calls(void)
+{
+    orch_device *device = open_device();
+    orch_memory x, y;
+    orch_batch *batch;
+    axpy two[2];
+    WORKS(device->class->allocate(device, N * 4, ORCHARD_STORAGE_SHARED, &x));
+    WORKS(device->class->allocate(device, N * 4, ORCHARD_STORAGE_SHARED, &y));
+    ramp(x.contents, N, 0);
+    memset(y.contents, 0, N * 4);
+    const long before = committed();
+    WORKS(submit_axpy(device, x.handle, y.handle, 1)); /* y = x: nothing else to do, so at once */
+    CHECK_INT(committed() - before, metals[on]);
+    WORKS(submit_axpy(device, y.handle, y.handle, 1)); /* y = 2 x */
+    WORKS(make_axpy(&two[0], device, x.handle, y.handle, 1, N, 0, 0));
+    two[1] = two[0];
+    two[1].launch.threads = 1025;
+    REFUSED(device->class->submit(device, 2, axpy_at, two), ORCHARD_ERROR_DEVICE);
+    WORKS(make_axpy(&two[1], device, y.handle, y.handle, 2, N, 0, 0));
+    WORKS(make_axpy(&two[0], device, x.handle, y.handle, 1, N, 0, 0));
+    WORKS(device->class->submit(device, 2, axpy_at, two)); /* y = 3 (2 x + x) */
+    WORKS(device->class->submit(device, 0, axpy_at, two));
+    CHECK_INT(committed() - before, metals[on]);
+    WORKS(device->class->begin(device, &batch)); /* behind the calls, and they before it */
+    WORKS(add_axpy(device, batch, x.handle, y.handle, 1, N, 0, 0));
+    WORKS(device->class->commit(batch));
+    CHECK_INT(committed() - before, 3 * metals[on]);
+    WORKS(submit_axpy(device, y.handle, y.handle, 1)); /* y = 20 x */
+    double seconds = 0;
+    WORKS(device->class->wait(device, &seconds));
+    CHECK(seconds > 0 && committed() - before == 4 * metals[on]);
+    int wrong = 0;
+    for (int i = 0; i < N; i++) {
+        wrong += ((float *)y.contents)[i] != 20 * (float)i;
+    }
+    CHECK_INT(wrong, 0);
+    for (int i = 0; i < 66; i++) { /* the first one, then as many as gather, and one more */
+        WORKS(submit_axpy(device, x.handle, y.handle, 1));
+    }
+    CHECK_INT(committed() - before, 6 * metals[on]);
+    device->class->release(device, &x);
+    WORKS(device->class->read(device, &wrong, &y, 0, 4));
+    CHECK_NEAR(((float *)y.contents)[3], 3 * 86, 0);
+    WORKS(submit_axpy(device, y.handle, y.handle, 1));
+    WORKS(submit_axpy(device, y.handle, y.handle, 1)); /* kept back, and left to close */
+    device->class->release(device, &y);
+    close_all(device);
+}
+
 static void *thread_main(void *arg)
 {
     orch_device *device = arg;
@@ -231,7 +292,9 @@ static void *thread_main(void *arg)
         ramp(x.contents, 1000, (float)round);
         memset(y.contents, 0, y.bytes);
         wrong += run_axpy(device, x.handle, y.handle, 1, 1000, 0, 0) != ORCHARD_OK;
-        wrong += run_axpy(device, x.handle, y.handle, 2, 1000, 0, 0) != ORCHARD_OK;
+        axpy a;
+        wrong += make_axpy(&a, device, x.handle, y.handle, 2, 1000, 0, 0) != ORCHARD_OK;
+        wrong += device->class->submit(device, 1, axpy_at, &a) != ORCHARD_OK;
         wrong += device->class->wait(device, NULL) != ORCHARD_OK;
         for (int i = 0; i < 1000; i++) {
             wrong += ((float *)y.contents)[i] != 3 * (float)(round + i);
@@ -399,6 +462,7 @@ static void fork_child(orch_device *device, orch_batch **batches, orch_memory *m
     REFUSED(device->class->launch(batches[0], &launch), ORCHARD_ERROR_DEVICE);
     REFUSED(device->class->copy(batches[0], memory, 0, memory, 4, 4), ORCHARD_ERROR_DEVICE);
     REFUSED(device->class->commit(batches[0]), ORCHARD_ERROR_DEVICE);
+    REFUSED(device->class->submit(device, 0, axpy_at, NULL), ORCHARD_ERROR_DEVICE);
     device->class->abandon(batches[1]);
     REFUSED(orch_device_kernel(device, "turn", turn_text[on], &kernel), ORCHARD_ERROR_DEVICE);
     REFUSED(device->class->compile(device, "turn", turn_text[on], (orch_kernel **)&kernel),
@@ -421,6 +485,9 @@ static void test_fork(void)
         WORKS(device->class->begin(device, &batches[i]));
         WORKS(add_axpy(device, batches[i], memory.handle, memory.handle, 1, N, 0, 0));
     }
+    for (int i = 0; i < 2; i++) { /* the second one is kept back */
+        WORKS(submit_axpy(device, memory.handle, memory.handle, 1));
+    }
     fflush(NULL);
     pid_t child = fork();
     if (child == 0) {
@@ -434,7 +501,7 @@ static void test_fork(void)
     WORKS(device->class->commit(batches[0]));
     device->class->abandon(batches[1]);
     WORKS(device->class->wait(device, NULL));
-    CHECK_NEAR(((float *)memory.contents)[3], 6, 0);
+    CHECK_NEAR(((float *)memory.contents)[3], 24, 0);
     device->class->release(device, &memory);
     close_all(device);
 }
@@ -447,6 +514,7 @@ int main(int argc, char **argv)
     run_on_each("kernels", test_kernels);
     run_on_each("odd bytes", test_odd_bytes);
     run_on_each("batches", test_batches);
+    run_on_each("calls", test_calls);
     run_on_each("threads", test_threads);
     run_on_each("compile", test_compile_refusals);
     run_on_each("launch", test_launch_refusals);

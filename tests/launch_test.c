@@ -201,6 +201,7 @@ static void check_backend(orch_device_kind kind, const char *name)
     writer.compile = note_compile;
     writer.release_kernel = note_release;
     writer.launch = note_launch;
+    writer.submit = orch_device_submit_alone;
     device->class = &writer;
     for (size_t i = 0; i < sizeof attention_cases / sizeof *attention_cases; i++) {
         if (attention_cases[i].use & CASE_TEST) {
@@ -230,6 +231,113 @@ static void metal_without_matrices(void)
 static void opencl_launches(void)
 {
     check_backend(ORCH_OPENCL, "opencl");
+}
+
+/* ---- Many launches --------------------------------------------------------------------------- */
+
+enum { STEPS = 200, VALUES = 64 };
+
+/* Attention's parameters; step s makes x = (5 x + plan's int + s) mod 1021, in fp32 exactly. */
+static const char step_text[] =
+    "KERNEL void next_value(GLOBAL float *out BUFFER(0), GLOBAL float *lse BUFFER(1),\n"
+    "    GLOBAL const float *q BUFFER(2), GLOBAL const float *k BUFFER(3),\n"
+    "    GLOBAL const float *v BUFFER(4), GLOBAL const uchar *bias BUFFER(5),\n"
+    "    GLOBAL const uchar *mask BUFFER(6), GLOBAL const float *alibi BUFFER(7),\n"
+    "    GLOBAL const uchar *sinks BUFFER(8), GLOBAL const uchar *key_lengths BUFFER(9),\n"
+    "    GLOBAL const uchar *cu_q BUFFER(10), GLOBAL const uchar *cu_k BUFFER(11),\n"
+    "    CONSTANT long *ints BUFFER(12), CONSTANT float *floats BUFFER(13) THREAD_IDS)\n"
+    "{\n"
+    "    long at = ints[0] + LOCAL_ID;\n"
+    "    long x = FIRST ? (long)q[ints[2] + LOCAL_ID] : (long)out[at];\n"
+    "    out[at] = (float)((5 * x + ints[12] + ints[13]) % 1021);\n"
+    "}\n";
+
+static const char *plan_steps(const void *call_problem, const orch_device_caps *caps,
+                              orch_gpu_plan *plan)
+{
+    (void)call_problem, (void)caps;
+    plan->ints[12] = 7;
+    plan->int_count = 13;
+    plan->float_count = 1;
+    for (int s = 0; s < STEPS; s++) {
+        orch_gpu_launch *launch = orch_gpu_add_launch(plan);
+        launch->name = "next_value";
+        launch->text = step_text;
+        launch->common = "";
+        launch->groups[0] = launch->groups[1] = launch->groups[2] = 1;
+        launch->threads = VALUES;
+        launch->int_count = 1;
+        launch->ints[0] = s;
+        snprintf(launch->defines, sizeof launch->defines, "#define THREADS %d\n#define FIRST %d\n",
+                 VALUES, s == 0);
+    }
+    return NULL;
+}
+
+static void *failing_alloc(void *user, void *ptr, size_t old_size, size_t new_size)
+{
+    int *left = user; /* allocations of plans' size that work */
+    (void)old_size;
+    if (new_size == 0) {
+        free(ptr);
+        return NULL;
+    }
+    return new_size >= sizeof(orch_gpu_launch) && (*left)-- <= 0 ? NULL : realloc(ptr, new_size);
+}
+
+/* A plan of 200 launches runs in order, each with its own int; without memory for all of it the
+ * next backend is asked, and the next call, with memory, works. */
+static void many_launches(void)
+{
+    orch_op steps = orch_attention_forward_op;
+    static const int64_t size[] = {1, 1, 4, 16};
+    float x[VALUES], y[VALUES];
+    int left = 1 << 20;
+    steps.device_plan = plan_steps;
+    WORKS(orchard_ctx_create(&ctx, &(orchard_ctx_opts){.backend = backend,
+                                                       .strict = 1,
+                                                       .threads = 1,
+                                                       .alloc = failing_alloc,
+                                                       .alloc_user = &left}));
+    for (int i = 0; i < VALUES; i++) {
+        x[i] = (float)(i * 3);
+    }
+    const orchard_tensor q = orchard_tensor_dense(x, ORCHARD_F32, 4, size);
+    const orchard_attention_forward_args args = {.out =
+                                                     orchard_tensor_dense(y, ORCHARD_F32, 4, size),
+                                                 .attention = {.q = q, .k = q, .v = q}};
+    const int needed[] = {0, 1, 3, 1 << 20}; /* the plan itself; its first launches; all */
+    for (int n = 0; n < 3; n++) {
+        left = needed[n];
+        FAILS(orch_dispatch(ctx, &steps, &args), ORCHARD_ERROR_UNSUPPORTED);
+        SAYS("no memory for the plan of a device");
+    }
+    left = needed[3];
+    WORKS(orch_dispatch(ctx, &steps, &args));
+    CHECK_INT(ctx->gpu_plan->launch_count, STEPS);
+    int wrong = 0;
+    for (int i = 0; i < VALUES; i++) {
+        int64_t want = i * 3;
+        for (int s = 0; s < STEPS; s++) {
+            want = (5 * want + 7 + s) % 1021;
+        }
+        wrong += y[i] != (float)want;
+    }
+    CHECK_INT(wrong, 0);
+    orchard_ctx_free(ctx);
+}
+
+static void metal_many(void)
+{
+    use_standin();
+    backend = "metal";
+    many_launches();
+}
+
+static void opencl_many(void)
+{
+    backend = "opencl";
+    many_launches();
 }
 
 /* ---- By hand --------------------------------------------------------------------------------- */
@@ -448,7 +556,9 @@ int main(int argc, char **argv)
     run_group("misuse", misuse);
     run_group("memory", memory_fails);
     run_group("opencl", opencl_launches);
+    run_group("opencl_many", opencl_many);
     if (standin_exists()) {
+        run_group("metal_many", metal_many);
         run_group("metal", metal_launches);
         run_group("metal_without_matrices", metal_without_matrices);
     }

@@ -69,6 +69,95 @@ static void test_lost_while_waiting_for_room(void)
     close_all(device);
 }
 
+/* ---- Calls that share a command buffer ------------------------------------------------------- */
+
+enum { ROWS = 3, HEAD = 8, FLOATS = ROWS * HEAD };
+
+static orchard_status attend(orchard_ctx *ctx, orchard_tensor out, orchard_tensor q)
+{
+    const orchard_attention_forward_args args = {.out = out, .attention = {.q = q, .k = q, .v = q}};
+    return orchard_attention_forward(ctx, &args);
+}
+
+/* Two contexts by turns, each call on what the other made: attention of attention of attention.
+ * `calls`: command buffers until all five calls have returned, before anybody waits. */
+static void check_chain(orchard_ctx *const ctx[2], long calls)
+{
+    static const int64_t size[] = {1, 1, ROWS, HEAD};
+    float x[FLOATS], host[FLOATS], want[FLOATS], got[FLOATS];
+    orchard_buffer *buffer[6];
+    for (int i = 0; i < FLOATS; i++) {
+        x[i] = (float)(i * 7 % 11) / 11;
+    }
+    for (int i = 0; i < 6; i++) {
+        WORKS(orchard_buffer_create(ctx[0], &buffer[i], sizeof x, ORCHARD_STORAGE_PRIVATE));
+    }
+    memcpy(want, x, sizeof x); /* waiting after each call: all operands are the host's */
+    for (int i = 0; i < 5; i++) {
+        WORKS(attend(ctx[0], orchard_tensor_dense(host, ORCHARD_F32, 4, size),
+                     orchard_tensor_dense(want, ORCHARD_F32, 4, size)));
+        memcpy(want, host, sizeof host);
+    }
+    WORKS(orchard_buffer_write(buffer[0], 0, x, sizeof x));
+    const long before = metal.counter("command_buffers");
+    for (int i = 0; i < 5; i++) {
+        WORKS(attend(ctx[i % 2], orchard_tensor_in(buffer[i + 1], 0, ORCHARD_F32, 4, size),
+                     orchard_tensor_in(buffer[i], 0, ORCHARD_F32, 4, size)));
+    }
+    CHECK_INT(metal.counter("command_buffers") - before, calls);
+    WORKS(orchard_buffer_read(buffer[5], 0, got, sizeof got));
+    CHECK(memcmp(got, want, sizeof got) == 0);
+
+    /* A call that must wait sends what was kept back; so does freeing a buffer, and sync. */
+    for (int way = 0; way < 3; way++) {
+        for (int i = 0; i < 3; i++) {
+            WORKS(attend(ctx[0], orchard_tensor_in(buffer[2], 0, ORCHARD_F32, 4, size),
+                         orchard_tensor_in(buffer[1], 0, ORCHARD_F32, 4, size)));
+        }
+        const long kept = metal.counter("command_buffers");
+        if (way == 0) {
+            WORKS(attend(ctx[1], orchard_tensor_dense(host, ORCHARD_F32, 4, size),
+                         orchard_tensor_in(buffer[4], 0, ORCHARD_F32, 4, size)));
+            CHECK(memcmp(host, want, sizeof host) == 0);
+        } else if (way == 1) {
+            orchard_buffer_free(buffer[5]);
+        } else {
+            WORKS(orchard_ctx_sync(ctx[1]));
+        }
+        CHECK_INT(metal.counter("command_buffers") - kept, calls < 5 || way == 0);
+    }
+    for (int i = 0; i < 5; i++) {
+        orchard_buffer_free(buffer[i]);
+    }
+}
+
+static void test_gathering(void)
+{
+    orchard_ctx *ctx[2];
+    use_device();
+    for (int i = 0; i < 2; i++) {
+        WORKS(orchard_ctx_create(&ctx[i], &(orchard_ctx_opts){.backend = "metal", .strict = 1}));
+    }
+    check_chain(ctx, 1);
+    orchard_ctx_free(ctx[0]);
+    orchard_ctx_free(ctx[1]);
+    CHECK_INT(metal.counter("objects_live"), 0);
+}
+
+/* In the caller's own queue each call is committed before it returns. */
+static void check_callers_order(id device, id queue)
+{
+    orchard_ctx *ctx[2];
+    const orchard_ctx_opts opts = {
+        .backend = "metal", .strict = 1, .metal_device = device, .metal_queue = queue};
+    for (int i = 0; i < 2; i++) {
+        WORKS(orchard_ctx_create(&ctx[i], &opts));
+    }
+    check_chain(ctx, 5);
+    orchard_ctx_free(ctx[0]);
+    orchard_ctx_free(ctx[1]);
+}
+
 /* ---- The caller's own objects ---------------------------------------------------------------- */
 
 /* A buffer of the caller's, with a byte offset in the launch's integers, and one of odd length. */
@@ -139,6 +228,7 @@ static void test_own_objects(void)
     orch_device_close(shared);
     orch_device_close(shared);
     check_contexts_share((orchard_ctx_opts){.metal_device = own, .metal_queue = queue});
+    check_callers_order(own, queue);
     orch_mtl_object_release(&api, queue);
     orch_mtl_object_release(&api, own);
     CHECK_INT(metal.counter("objects_live"), 0);
@@ -211,6 +301,7 @@ int main(int argc, char **argv)
         run_group("caps", test_caps);
         run_group("memory", test_memory);
         run_group("room", test_lost_while_waiting_for_room);
+        run_group("gathering", test_gathering);
         run_group("own", test_own_objects);
     }
     return fixture_end("metal_device");

@@ -106,8 +106,10 @@ typedef struct orch_device_class {
     orchard_status (*commit)(orch_batch *batch);
     void (*abandon)(orch_batch *batch);
 
-    /* A whole call: all of its launches or, where this fails, none. Calls run in the order in which
-     * they were submitted, by whichever thread, and of batches and calls what came first. */
+    /* A whole call: all of its launches or, where this fails, none. What was submitted counts as
+     * committed, but a device may keep calls back and commit several at once: at the latest when
+     * somebody waits, reads, writes or commits a batch. Calls and batches run in the order in which
+     * they came, from whichever thread. In a queue of the caller's nothing is kept back. */
     orchard_status (*submit)(orch_device *device, int32_t count, orch_launch_fn launch, void *user);
 
     /* Until all that was committed is done and wrapped host memory shows it. *seconds (may be

@@ -2,7 +2,12 @@
  *
  * A batch is a command buffer with one serial compute encoder: its dispatches run one after the
  * other and see each other's results. Command buffers of the one queue run in the order of commit;
- * they keep what they use alive until they are done. */
+ * they keep what they use alive until they are done.
+ *
+ * Calls that are submitted share one command buffer, the open batch. It is committed when somebody
+ * waits, when another batch is committed, when enough has gathered, and at once when the device has
+ * nothing else to do. Whatever can refuse a launch is asked before the first one is encoded, since
+ * an encoder takes nothing back: a call that fails leaves those before it alone. */
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -96,25 +101,33 @@ static void encode(const struct orch_metal *api, id compute, const orch_launch *
     orch_mtl_compute_dispatch(api, compute, groups, (MTLSize){(NSUInteger)launch->threads, 1, 1});
 }
 
+/* With a pool around. */
+static orchard_status begin_compute(orch_batch *batch)
+{
+    const struct orch_metal *api = &batch->device->api;
+    if (!batch->compute) {
+        batch->compute = orch_mtl_commands_compute(api, batch->commands);
+        if (!batch->compute) {
+            return orch_fail(ORCHARD_ERROR_DEVICE,
+                             "metal: the command buffer gave no compute encoder");
+        }
+        orch_mtl_object_retain(api, batch->compute);
+    }
+    return ORCHARD_OK;
+}
+
 orchard_status orch_metal_launch(orch_batch *batch, const orch_launch *launch)
 {
     orch_metal_device *device = batch->device;
     ORCH_TRY(orch_metal_usable(device));
     ORCH_TRY(check_launch(launch));
     void *pool = device->api.objc_autoreleasePoolPush();
-    if (!batch->compute) {
-        batch->compute = orch_mtl_commands_compute(&device->api, batch->commands);
-        if (batch->compute) {
-            orch_mtl_object_retain(&device->api, batch->compute);
-        }
-    }
-    if (batch->compute) {
+    const orchard_status status = begin_compute(batch);
+    if (status == ORCHARD_OK) {
         encode(&device->api, batch->compute, launch);
     }
     device->api.objc_autoreleasePoolPop(pool);
-    return batch->compute ? ORCHARD_OK
-                          : orch_fail(ORCHARD_ERROR_DEVICE,
-                                      "metal: the command buffer gave no compute encoder");
+    return status;
 }
 
 orchard_status orch_metal_blit(orch_batch *batch, id to, size_t to_offset, id from,
@@ -165,7 +178,7 @@ void orch_metal_abandon(orch_batch *batch)
     free(batch);
 }
 
-/* ---- Committing and waiting ------------------------------------------------------------------ */
+/* ---- Committing ------------------------------------------------------------------------------ */
 
 /* Waits for the oldest command buffers, with the lock held and a pool around. */
 static void settle(orch_metal_device *device, int32_t count)
@@ -188,16 +201,10 @@ static void settle(orch_metal_device *device, int32_t count)
             (size_t)device->pending_count * sizeof *device->pending);
 }
 
-orchard_status orch_metal_commit(orch_batch *batch)
+/* Takes the batch, with the lock held and a pool around. */
+static orchard_status commit_locked(orch_metal_device *device, orch_batch *batch)
 {
-    orch_metal_device *device = batch->device;
-    if (device->pid != getpid()) { /* the lock may be held by a thread that is not here */
-        free(batch);
-        return orch_metal_usable(device);
-    }
-    void *pool = device->api.objc_autoreleasePoolPush();
     end_compute(batch);
-    pthread_mutex_lock(&device->lock);
     if (device->pending_count == ORCH_METAL_PENDING) {
         settle(device, ORCH_METAL_PENDING / 2);
     }
@@ -208,11 +215,98 @@ orchard_status orch_metal_commit(orch_batch *batch)
     } else {
         orch_mtl_object_release(&device->api, batch->commands);
     }
-    pthread_mutex_unlock(&device->lock);
-    device->api.objc_autoreleasePoolPop(pool);
     free(batch);
     return status;
 }
+
+/* The calls that were kept back, if any; the same conditions. */
+static orchard_status commit_open(orch_metal_device *device)
+{
+    orch_batch *open = device->open;
+    device->open = NULL;
+    device->gathered = 0;
+    return open ? commit_locked(device, open) : ORCHARD_OK;
+}
+
+orchard_status orch_metal_commit(orch_batch *batch)
+{
+    orch_metal_device *device = batch->device;
+    if (device->pid != getpid()) { /* the lock may be held by a thread that is not here */
+        free(batch);
+        return orch_metal_usable(device);
+    }
+    void *pool = device->api.objc_autoreleasePoolPush();
+    pthread_mutex_lock(&device->lock);
+    (void)commit_open(device); /* where it fails the device is lost: so will the batch */
+    const orchard_status status = commit_locked(device, batch);
+    pthread_mutex_unlock(&device->lock);
+    device->api.objc_autoreleasePoolPop(pool);
+    return status;
+}
+
+/* ---- Calls ----------------------------------------------------------------------------------- */
+
+/* Whether all that was committed is done: the last command buffer says so. It is settled then. */
+static bool is_idle(orch_metal_device *device)
+{
+    const int32_t count = device->pending_count;
+    if (count > 0 && orch_mtl_commands_status(&device->api, device->pending[count - 1]) <
+                         ORCH_MTL_STATUS_COMPLETED) {
+        return false;
+    }
+    settle(device, count);
+    return true;
+}
+
+/* The open batch, ready for a launch; one that is made for it and fails is gone again. */
+static orchard_status open_batch(orch_metal_device *device)
+{
+    if (!device->open) {
+        ORCH_TRY(orch_metal_begin(&device->base, &device->open));
+    }
+    const orchard_status status = begin_compute(device->open);
+    if (status) {
+        orch_metal_abandon(device->open);
+        device->open = NULL;
+    }
+    return status;
+}
+
+static orchard_status submit_locked(orch_metal_device *device, int32_t count, orch_launch_fn launch,
+                                    void *user)
+{
+    const bool idle = is_idle(device);
+    ORCH_TRY(orch_metal_usable(device));
+    ORCH_TRY(open_batch(device));
+    for (int32_t i = 0; i < count; i++) {
+        encode(&device->api, device->open->compute, launch(user, i));
+    }
+    device->gathered += count;
+    return idle || device->callers_queue || device->gathered >= ORCH_METAL_GATHERED
+               ? commit_open(device)
+               : ORCHARD_OK;
+}
+
+orchard_status orch_metal_submit(orch_device *base, int32_t count, orch_launch_fn launch,
+                                 void *user)
+{
+    orch_metal_device *device = (orch_metal_device *)base;
+    ORCH_TRY(orch_metal_usable(device));
+    for (int32_t i = 0; i < count; i++) {
+        ORCH_TRY(check_launch(launch(user, i)));
+    }
+    if (count == 0) {
+        return ORCHARD_OK;
+    }
+    void *pool = device->api.objc_autoreleasePoolPush();
+    pthread_mutex_lock(&device->lock);
+    const orchard_status status = submit_locked(device, count, launch, user);
+    pthread_mutex_unlock(&device->lock);
+    device->api.objc_autoreleasePoolPop(pool);
+    return status;
+}
+
+/* ---- Waiting --------------------------------------------------------------------------------- */
 
 /* Waits on a lost device too: what is pending is to be released. */
 orchard_status orch_metal_wait(orch_device *base, double *seconds)
@@ -221,6 +315,7 @@ orchard_status orch_metal_wait(orch_device *base, double *seconds)
     if (device->pid == getpid()) {
         void *pool = device->api.objc_autoreleasePoolPush();
         pthread_mutex_lock(&device->lock);
+        (void)commit_open(device); /* where it fails the device is lost */
         settle(device, device->pending_count);
         if (seconds) {
             *seconds = device->seconds;

@@ -45,6 +45,8 @@ static void metal_close(orch_device *base)
             orch_mtl_object_release(&device->api, device->device);
         }
         pthread_mutex_destroy(&device->lock);
+    } else {
+        orch_metal_abandon(device->open);
     }
     free(device); /* the libraries stay open: the Objective-C runtime cannot be unloaded */
 }
@@ -65,7 +67,7 @@ static const orch_device_class metal_class = {
     .copy = orch_metal_copy,
     .commit = orch_metal_commit,
     .abandon = orch_metal_abandon,
-    .submit = orch_device_submit_alone,
+    .submit = orch_metal_submit,
     .wait = orch_metal_wait,
     .close = metal_close,
 };
@@ -112,6 +114,7 @@ static orchard_status take_queue(orch_metal_device *device, const orch_device_re
         }
         device->device = orch_mtl_object_retain(api, of_queue);
         device->queue = orch_mtl_object_retain(api, queue);
+        device->callers_queue = true;
     } else {
         device->device = api->MTLCreateSystemDefaultDevice();
     }

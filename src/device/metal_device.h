@@ -15,8 +15,9 @@
 #include "device/metal_messages.h"
 
 enum {
-    ORCH_METAL_WORD = 4,    /* blits move whole words */
-    ORCH_METAL_PENDING = 64 /* a queue has no more command buffers than that under way */
+    ORCH_METAL_WORD = 4,     /* blits move whole words */
+    ORCH_METAL_PENDING = 64, /* a queue has no more command buffers than that under way */
+    ORCH_METAL_GATHERED = 64 /* launches after which the open batch is committed */
 };
 
 typedef struct orch_metal_device {
@@ -25,8 +26,11 @@ typedef struct orch_metal_device {
     void *libraries[ORCH_METAL_LIBRARY_COUNT];
     id device, queue;
     pid_t pid;
+    bool callers_queue; /* what the caller commits next must find our work before it */
 
     pthread_mutex_t lock;           /* guards what follows */
+    orch_batch *open;               /* calls not yet committed; NULL: none */
+    int32_t gathered;               /* its launches */
     id pending[ORCH_METAL_PENDING]; /* committed, not yet known to be done; oldest first */
     int32_t pending_count;
     double seconds;
@@ -69,6 +73,8 @@ orchard_status orch_metal_blit(orch_batch *batch, id to, size_t to_offset, id fr
                                size_t from_offset, size_t bytes);
 orchard_status orch_metal_commit(orch_batch *batch);
 void orch_metal_abandon(orch_batch *batch);
+orchard_status orch_metal_submit(orch_device *device, int32_t count, orch_launch_fn launch,
+                                 void *user);
 orchard_status orch_metal_wait(orch_device *device, double *seconds);
 
 #endif
