@@ -136,6 +136,9 @@ static int parse_operand(parser *p, const char *name, char *text)
     if (!type) {
         return fail(p, "no dtype is called", dtype);
     }
+    if (type == ORCHARD_F32 && p->dtype == ORCHARD_F64) {
+        type = ORCHARD_F64; /* "x's dtype or f32": what a call in double has for it */
+    }
     note->factor = factor ? strtod(factor, NULL) : 1;
     while (*text) {
         char *end;
@@ -273,7 +276,8 @@ static int complete(parser *p)
         if (info->optional && !is_wanted(p, info->name)) {
             *tensor = (orchard_tensor){0};
         } else if (asked[n]) {
-            tensor->dtype = asked[n];
+            tensor->dtype =
+                asked[n] == ORCHARD_F32 && p->dtype == ORCHARD_F64 ? ORCHARD_F64 : asked[n];
         }
     }
     return 0;

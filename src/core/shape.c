@@ -172,6 +172,18 @@ static orchard_status check_sizes(const orch_op *op, int32_t i, const orchard_te
 
 /* ---- A call ---------------------------------------------------------------------------------- */
 
+/* Those that decide others' dtypes come first, so that a message names whoever is wrong. */
+static orchard_status check_leaders(const orch_op *op, const void *args, orch_shape *shape)
+{
+    for (int32_t i = 0; i < op->operand_count; i++) {
+        const bool leads = strcmp(op->operands[i].dtype, "float") == 0;
+        if (leads && orch_tensor_present(orch_op_tensor(op, args, i))) {
+            ORCH_TRY(check_dtype(op, args, i, shape));
+        }
+    }
+    return ORCHARD_OK;
+}
+
 static orchard_status begin(const orch_op *op, const void *args, orch_shape *shape)
 {
     const double dims = orch_op_option_value(op, args, "dims");
@@ -181,7 +193,7 @@ static orchard_status begin(const orch_op *op, const void *args, orch_shape *sha
                          ORCHARD_MAX_RANK);
     }
     shape->trailing.count = dims > 0 ? (int32_t)dims : 1;
-    return ORCHARD_OK;
+    return check_leaders(op, args, shape);
 }
 
 /* Without memory nobody looks at addresses. */
