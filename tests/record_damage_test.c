@@ -87,7 +87,8 @@ static void hostile_numbers(void)
     hostile("attention_backward", -1, 'x', 1, ORCHARD_ERROR_UNSUPPORTED,
             "holds the operation \"attention_backwarx\", which this library has not");
     hostile("causal", -1, 'x', 1, ORCHARD_ERROR_IO, "option that the operation has not");
-    hostile("causal", 0, ORCHARD_OPTION_F64, 1, ORCHARD_ERROR_IO, "option that the operation has not");
+    hostile("causal", 0, ORCHARD_OPTION_F64, 1, ORCHARD_ERROR_IO,
+            "option that the operation has not");
     hostile("causal", 1, huge, 8, ORCHARD_ERROR_IO, "an option is out of range");
     hostile("causal", 1, 2, 8, ORCHARD_ERROR_ARGUMENT, "causal is 2, must be 0 or 1");
     hostile("align", 1, 7, 8, ORCHARD_ERROR_ARGUMENT, "align is 7, must be 0 or 1");

@@ -92,7 +92,7 @@ static inline void room_fill(const orchard_tensor *tensor, const orch_call_note 
 
 /* ---- Memory ---------------------------------------------------------------------------------- */
 
-/* Strides of the layout; returns where the first element lies, in elements from the block's start. */
+/* Strides of the layout; returns where the first element lies, in elements from the start. */
 static inline int64_t room_strides(orchard_tensor *tensor, room_layout layout)
 {
     const int32_t rank = tensor->rank;

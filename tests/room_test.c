@@ -75,7 +75,7 @@ static void check_bits(const room_place_of *at, orchard_ctx *const *ctxs, int co
 
 /* ---- Gradients ------------------------------------------------------------------------------- */
 
-/* loss = sum over forward's outputs of cotangent * output; the cotangents are the backward call's. */
+/* The sum over forward's outputs of cotangent * output; cotangents are the backward call's. */
 static double loss_of(room_exact *forward, room_exact *backward)
 {
     double loss = 0;

@@ -50,7 +50,8 @@ typedef void (*orch_audit_fn)(const struct orch_call *call, uint64_t seed, int64
 bool orch_audit_by_ref(const struct orch_call *call, orch_audit_report *report);
 
 /* For rooms. The next output's place in the report, with indices of `rank` numbers; each element
- * that was computed again is then handed over once. An infinite or NaN `rounding` or `expected` says that nothing can be told. */
+ * that was computed again is then handed over once. An infinite or NaN `rounding` or `expected`
+ * says that nothing can be told. */
 orch_audit_output *orch_audit_begin(orch_audit_report *report, const char *operand,
                                     orchard_dtype dtype, int32_t rank);
 void orch_audit_element(orch_audit_output *output, const int64_t *index, double value,

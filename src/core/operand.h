@@ -66,8 +66,8 @@ static inline bool orch_lengths_hidden(const orchard_tensor *lengths)
 orchard_status orch_operands_fetch(const char *op, const orch_operand *operands, int32_t count,
                                    orch_copies *copies, bool *moved);
 
-/* Copies of what the call overwrites, for whoever asks afterwards: INOUT operands, and inputs that an
- * output may be and is. */
+/* Copies of what the call overwrites, for whoever asks afterwards: INOUT operands, and inputs that
+ * an output may be and is. */
 orchard_status orch_operands_keep(const struct orch_op *op, const orch_operand *operands,
                                   int32_t count, orch_copies *before);
 

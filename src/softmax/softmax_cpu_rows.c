@@ -1,7 +1,7 @@
 /* Softmax of rows that stay in the cache: the largest score, then powers and their sum, then the
  * quotients. Scores are made once, in the worker's memory unless x holds them as they are. */
 #include "core/numbers.h"
-#include "simd/rows.h"
+#include "simd/dense_rows.h"
 #include "simd/simd_math.h"
 #include "softmax/softmax.h"
 

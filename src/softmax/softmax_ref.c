@@ -4,7 +4,8 @@
  *     ds_j = out_j (dout_j - sum_k dout_k out_k)               dx_j = scale ds_j, dmask_j = ds_j
  *     log: ds_j = dout_j - exp(out_j) sum_k dout_k
  *
- * In backward of log-softmax an out of -inf is a place that forward did not see: it takes no part. */
+ * In backward of log-softmax an out of -inf is a place that forward did not see: it takes no part.
+ */
 #include <math.h>
 
 #include "softmax/softmax.h"

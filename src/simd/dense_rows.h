@@ -1,9 +1,9 @@
 /* Rows of core/rows.h as dense reals, for kernels that are compiled once per instruction set.
  *
- * A sum over a row has 4 * VW lanes: element c goes to lane c % (4 * VW), lanes are added in a fixed
- * tree. So the order of a sum follows from the number of columns alone. */
-#ifndef ORCH_SIMD_ROWS_H
-#define ORCH_SIMD_ROWS_H
+ * A sum over a row has 4 * VW lanes: element c goes to lane c % (4 * VW), lanes are added in a
+ * fixed tree. So the order of a sum follows from the number of columns alone. */
+#ifndef ORCH_DENSE_ROWS_H
+#define ORCH_DENSE_ROWS_H
 
 #include "core/rows.h"
 #include "simd/pack.h"
