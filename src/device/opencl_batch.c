@@ -261,8 +261,8 @@ static cl_int state_of(orch_opencl *device, cl_event event)
     return error == CL_SUCCESS ? state : error;
 }
 
-/* Waits until the driver is done with a marker. PoCL 3.1 calls a command complete before it has told
- * those that wait for it. One of them that is dropped in between is freed, and PoCL aborts in
+/* Waits until the driver is done with a marker. PoCL 3.1 calls a command complete before it has
+ * told those that wait for it. One of them that is dropped in between is freed, and PoCL aborts in
  * pocl_lock_events_inorder when its thread comes to it, which on a busy machine may be 30 ms later.
  * PoCL's own reference to the event goes last. Memory keeps one to the last command that used it,
  * so this is a marker's event, which uses none. A driver that keeps one all the same costs 1 s. */
