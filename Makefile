@@ -5,7 +5,7 @@ PYTHON ?= python3
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 CMAKE_FLAGS ?=
 
-.PHONY: all python setup-build setup-bench setup-test test bench demo lint wheels install clean help
+.PHONY: all python setup-build setup-bench setup-test check test bench demo lint wheels install clean help
 
 all:
 	@command -v cmake >/dev/null || \
@@ -17,6 +17,9 @@ all:
 
 setup-build setup-bench setup-test:
 	@tools/setup $(@:setup-%=%)
+
+check: setup-test
+	@tests/run check
 
 test: setup-test
 	@tests/run
@@ -63,6 +66,7 @@ clean:
 help:
 	@echo "make            liborchard.a, liborchard.so and the orchard command, in $(BUILD)/"
 	@echo "make demo       installs what is missing, builds, and shows what Orchard does (some minutes)"
+	@echo "make check      the useful part of the tests in two minutes: for every edit"
 	@echo "make test       installs what is missing, then every test"
 	@echo "make python     the Python package and PyTorch, in .venv/"
 	@echo "make bench      speed here, and side by side with PyTorch"

@@ -29,6 +29,7 @@
 #include <orchard/launch.h>
 #include <orchard/ops.h>
 #include <orchard/record.h>
+#include <orchard/softmax.h>
 #include <orchard/tune.h>
 
 #endif

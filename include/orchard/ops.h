@@ -40,9 +40,9 @@ typedef struct orchard_operand_info {
      * '*' in front stands for any number of dimensions, '+' at the end for as many as the option
      * `dims` says (0 means 1). */
     const char *shape;
-    /* Its element type: "float" (f64, f32, f16 or bf16), "x" (that of operand x), "x/f32" (that of
-     * x, or f32; f64 stays f64), "wide" (f64 where the operation's first float operand is f64, f32
-     * otherwise), "bool", "bool/x", "index" (i32 or i64). */
+    /* Its element type, words between slashes: "float" (f64, f32, f16 or bf16), "x" (that of operand
+     * x), "x/f32" (that of x, or f32; f64 stays f64), "wide" (f64 where the operation's first float
+     * operand is f64, f32 otherwise), "bool", "index" (i32 or i64). */
     const char *dtype;
     /* Inputs that this output may be, as the very same view: "x residual". NULL: none. */
     const char *in_place;

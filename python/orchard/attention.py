@@ -23,6 +23,7 @@ from . import _structs
 from ._context import Context, context
 from ._exports import REFUSALS
 from ._library import ArgumentError, DeviceError, InternalError, OutOfMemoryError, lib
+from ._shown import shown
 from ._uncompiled import uncompiled
 from .arrays import Operands, empty_like_kind
 
@@ -42,24 +43,15 @@ class Gradients(NamedTuple):
 # ---- Options: numbers as C takes them ------------------------------------------------------------
 
 
-def _shown(value: Any) -> str:
-    """For a message: repr, where that is one."""
-    try:
-        text = repr(value)
-    except REFUSALS:  # an int of thousands of digits; a class with a mistake in its __repr__
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
 def _integer(op: str, name: str, value: Any, low: int, high: int,
              kind: str = "an integer") -> int:
     """ctypes would cut a number that does not fit; this refuses it."""
     try:
         number = operator.index(value)
     except REFUSALS:
-        raise ArgumentError(f"{op}: {name} is {_shown(value)}, must be {kind}") from None
+        raise ArgumentError(f"{op}: {name} is {shown(value)}, must be {kind}") from None
     if not low <= number <= high:
-        raise ArgumentError(f"{op}: {name} is {_shown(number)}, must be {low} ... {high}")
+        raise ArgumentError(f"{op}: {name} is {shown(number)}, must be {low} ... {high}")
     return number
 
 
@@ -84,7 +76,7 @@ def _is_real(value: Any) -> bool:
 
 def _real(op: str, name: str, value: Any) -> float:
     if not _is_real(value):
-        raise ArgumentError(f"{op}: {name} is {_shown(value)}, must be a number")
+        raise ArgumentError(f"{op}: {name} is {shown(value)}, must be a number")
     if getattr(value, "requires_grad", False):
         raise ArgumentError(f"{op}: {name} is a torch tensor that requires grad, and gets no "
                             f"gradient: pass float({name})")
@@ -98,7 +90,7 @@ def _window(op: str, window: Any) -> Tuple[int, int]:
     try:
         left, right = window
     except (TypeError, ValueError):
-        raise ArgumentError(f"{op}: window is {_shown(window)}, must be (left, right), "
+        raise ArgumentError(f"{op}: window is {shown(window)}, must be (left, right), "
                             "-1 for no limit") from None
     return (-1 if left is None else _int64(op, "window's left", left),
             -1 if right is None else _int64(op, "window's right", right))
@@ -119,7 +111,7 @@ def _fill(operands: Operands, into: _structs.Attention, options: Dict[str, Any])
         into.scale, into.has_scale = _real(op, "scale", options["scale"]), 1
     into.causal = _flag(op, "causal", options["causal"])
     if not isinstance(options["align"], str) or options["align"] not in _ALIGN:
-        raise ArgumentError(f"{op}: align is {_shown(options['align'])}, must be \"top_left\" or "
+        raise ArgumentError(f"{op}: align is {shown(options['align'])}, must be \"top_left\" or "
                             "\"bottom_right\"")
     into.align = _ALIGN[options["align"]]
     if options["window"] is not None:
@@ -133,7 +125,7 @@ def _fill(operands: Operands, into: _structs.Attention, options: Dict[str, Any])
 
 def _context(op: str, backend: Any, threads: Any) -> Context:
     if backend is not None and not isinstance(backend, str):
-        raise ArgumentError(f"{op}: backend is {_shown(backend)}, must be a name such as \"cpu\"")
+        raise ArgumentError(f"{op}: backend is {shown(backend)}, must be a name such as \"cpu\"")
     if backend is not None and not (backend.isascii() and backend.isprintable()):
         raise ArgumentError(f"{op}: backend is {backend[:100]!r}, which no backend is called")
     return context(threads=_integer(op, "threads", threads, -2**31, 2**31 - 1),
@@ -200,10 +192,10 @@ def _asked(op: str, want: Any, given: Dict[str, Any]) -> set:
     try:
         wanted = set(names)
     except TypeError:
-        raise ArgumentError(f"{op}: want is {_shown(want)}, must hold names of gradients") from None
+        raise ArgumentError(f"{op}: want is {shown(want)}, must hold names of gradients") from None
     unknown = sorted(str(name) for name in wanted - set(given))
     if unknown:
-        raise ArgumentError(f"{op}: want holds {_shown(unknown[0])}, there are: {', '.join(given)}")
+        raise ArgumentError(f"{op}: want holds {shown(unknown[0])}, there are: {', '.join(given)}")
     return wanted | {name for name, array in given.items() if array is not None}
 
 

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 from . import _structs, attention
 from ._context import Context
 from ._library import ArgumentError, check, lib
+from ._shown import shown
 from ._uncompiled import uncompiled
 from .arrays import Imagined, Operands
 
@@ -74,8 +75,11 @@ def explain(op: str, *operands: Any, **options: Any) -> Explanation:
     from the plan that the call itself uses; a call that would be refused is refused here too, with
     the same message.
     """
-    if not isinstance(op, str) or op not in _EXPLAINED:
-        raise ArgumentError(f"explain: there is no operation {op!r}; there are: "
+    if not isinstance(op, str):
+        raise ArgumentError(f"explain: op is {shown(op)}, must be the name of an operation: "
+                            f"{', '.join(_EXPLAINED)}")
+    if op not in _EXPLAINED:
+        raise ArgumentError(f"explain: there is no operation {shown(op)}; there are: "
                             f"{', '.join(_EXPLAINED)}")
     function, ask = _EXPLAINED[op]
     call = inspect.signature(function).bind(*operands, **options)
@@ -88,7 +92,7 @@ def explain(op: str, *operands: Any, **options: Any) -> Explanation:
 
 @dataclass(frozen=True)
 class ReportLine:
-    """How often a backend ran an operation (reason None), or did not take a call, and why; or what
+    """How often a backend ran an operation (reason None), or could not run a call, and why; or what
     audits found ("audit: ...") and a tune file wished ("tune file ...")."""
 
     op: str

@@ -13,7 +13,7 @@ object (`orchard.active()` lists them):
 
 A call that Orchard serves is torch's in everything but the kernel. Every other call (nested
 tensors, other devices, sdpa_kernel(MATH), what torch refuses ...) goes to the original function
-untouched, and `orchard.counts()` tells how many, by reason. docs/pytorch.md tells what is
+untouched, and `orchard.counts()` says how many, by reason. docs/pytorch.md says what is
 not reached.
 """
 
@@ -34,7 +34,7 @@ from torch.utils._device import DeviceContext
 from ._library import LayoutError, OrchardError, UnsupportedError
 from ._locks import ProcessLock
 from .torch import mps_attention as _mps_attention
-from .torch import onlookers as _onlookers
+from .torch import tracing as _tracing
 
 if "_handles" in globals():  # importlib.reload: what is replaced are this module's objects so far
     disable()  # noqa: F821
@@ -44,7 +44,7 @@ BUILTIN: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
 SERVED = "served by Orchard"
 
 # The last two are what torch.compile calls multi_head_attention_forward with.
-_PLAIN = (torch.Tensor, torch.nn.Parameter, *_onlookers.TRACED)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, *_tracing.TRACED)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DEVICES = ("cpu", "mps")
 _LARGEST_HEAD = 512
@@ -66,18 +66,18 @@ def _transforms_refused() -> bool:
 
 def _why_not_now() -> Optional[str]:
     """What forbids any call at this moment, whatever its tensors."""
-    compiling = _onlookers.compiling()
+    compiling = _tracing.compiling()
     # The flag is there for all threads: those that export have a mode at work.
-    if _onlookers.exporting() and (compiling or _onlookers.dispatch_modes()):
+    if _tracing.exporting() and (compiling or _tracing.dispatch_modes()):
         return "torch.export, whose programs must run anywhere"
-    if _onlookers.functorch_active():
-        if compiling and not _onlookers.forward_mode():  # whose tangents torch might lose
+    if _tracing.functorch_active():
+        if compiling and not _tracing.forward_mode():  # whose tangents torch might lose
             return "torch.func transforms in compiled code"
         if _transforms_refused():
             return "torch.func transforms other than grad, vmap and jvp"
     if not compiling and torch.jit.is_tracing():
         return "torch.jit tracing"
-    for at in range(_onlookers.function_modes()):
+    for at in range(_tracing.function_modes()):
         if _mode_at is None or type(_mode_at(at)) is not DeviceContext:
             return "a TorchFunctionMode that should see the call"
     return None
@@ -168,7 +168,7 @@ def _count(what: str) -> None:
 
 def _serve(query, *arguments, **options):
     """Orchard's answer, counted: on mps it may have had to come from PyTorch, for a reason."""
-    if _onlookers.compiling():  # a compiled graph runs without us: not calls but traces
+    if _tracing.compiling():  # a compiled graph runs without us: not calls but traces
         return _orchard_torch.scaled_dot_product_attention(query, *arguments, **options)
     _mps_attention.last.refusal = None
     what: Optional[str] = SERVED
@@ -241,7 +241,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
             return _serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         except LayoutError:  # which looking at every address beforehand would cost every call
             refusal = "a tensor that is not aligned to its elements"
-    if not _onlookers.compiling() and not getattr(_passing, "depth", 0):
+    if not _tracing.compiling() and not getattr(_passing, "depth", 0):
         _count(refusal)
     return _pass_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 

@@ -11,7 +11,7 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from orchard.torch import autograd, batching, cpu, onlookers, ops
+from orchard.torch import autograd, batching, cpu, ops, tracing
 from orchard.torch.operands import TENSORS, new_seed, without_options
 from orchard.torch.outputs import DK, DQ, DV
 
@@ -63,7 +63,7 @@ class Flash(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float,
                 causal: bool, seed: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         call = checked(q, k, v, scale, dropout_p, causal)
-        if isinstance(q, onlookers.TRACED) and any(ctx.needs_input_grad):
+        if isinstance(q, tracing.TRACED) and any(ctx.needs_input_grad):
             ops.refuse_redrawn_dropout(dropout_p)
         seed = new_seed(dropout_p) if seed is None else seed
         out, lse = attend(*arguments(call, seed))

@@ -119,8 +119,8 @@ def check(state: Tensor, call: Call) -> None:
     wanted = call.numbers()
     sizes = ("rank", "B", "H", "G", "T", "S", "D", "E", "dtype")
     if any(found[name] != wanted[name] for name in sizes):
-        raise ValueError(f"{told} belongs to a call with {message(found)}; this call has "
-                         f"{message(wanted)}")
+        raise ValueError(f"{told} belongs to a call with {shape_text(found)}; this call has "
+                         f"{shape_text(wanted)}")
     for name in ("causal", "dropout_p", "scale"):
         if found[name] != wanted[name]:
             show = bool if name == "causal" else real
@@ -147,7 +147,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).replace("torch.", "")
 
 
-def message(numbers: Dict[str, int]) -> str:
+def shape_text(numbers: Dict[str, int]) -> str:
     def shape(names: Sequence[str]) -> list:
         kept = [name for name in names if numbers["rank"] == 4 or name not in "HG"]
         return [numbers[name] for name in kept]

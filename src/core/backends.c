@@ -1,6 +1,6 @@
 /* The backends of this build, best first. What each does for an operation stands in the operation's
  * own description (core/op.h). */
-#include "core/dispatch.h"
+#include "core/cpu_passes.h"
 #include "core/gpu_run.h"
 
 static const orch_slot *on_device(const orch_op *op)
@@ -11,7 +11,7 @@ static const orch_slot *on_device(const orch_op *op)
 
 static const orch_slot *on_cpu(const orch_op *op)
 {
-    return op->cpu;
+    return op->cpu ? op->cpu : op->cpu_passes ? &orch_cpu_passes_slot : NULL;
 }
 
 static const orch_slot *on_ref(const orch_op *op)

@@ -74,6 +74,12 @@ orchard_status orch_op_check(const orch_op *op, const void *args)
     return ORCHARD_OK;
 }
 
+const char *orch_no_scratch(const struct orch_call *call, orch_plan *plan)
+{
+    (void)call, (void)plan;
+    return NULL;
+}
+
 /* ---- Kernel parameters ----------------------------------------------------------------------- */
 
 #define PARAMETERS_BYTES 3072

@@ -56,8 +56,9 @@ typedef struct orch_op {
      * read. Required operands are present, options are within their ranges. */
     orchard_status (*check)(const struct orch_op *op, const void *args, void *problem);
 
-    const orch_slot *ref; /* plain C with double sums; never says no */
-    const orch_slot *cpu; /* NULL: not implemented there */
+    const orch_slot *ref;                     /* plain C with double sums; never says no */
+    const orch_slot *cpu;                     /* or: */
+    const struct orch_cpu_passes *cpu_passes; /* both NULL: not implemented there */
     /* What a device's backend asks: NULL and the plan, or why not. */
     const char *(*device_plan)(const void *problem, const orch_device_caps *caps,
                                orch_gpu_plan *plan);
@@ -73,6 +74,20 @@ typedef struct orch_op {
 /* For designated initialisers: ORCH_NAMED(rms_norm_forward), ORCH_TABLE(operand, operands). */
 #define ORCH_NAMED(op) .name = #op, .id = ORCH_OP_##op
 #define ORCH_TABLE(field, table) .field##s = table, .field##_count = sizeof(table) / sizeof *(table)
+
+/* Rows of an operand table, for operations with shapes in letters. `args` is the args struct. */
+#define ORCH_INPUT(args, name, shape, dtype) \
+    {#name, ORCHARD_IN, 0, offsetof(args, name), shape, dtype, NULL, 0}
+#define ORCH_OPTIONAL(args, name, shape, dtype) \
+    {#name, ORCHARD_IN, 1, offsetof(args, name), shape, dtype, NULL, 0}
+/* `in_place`: inputs that it may be; `ulps`: the error bound. */
+#define ORCH_OUTPUT(args, name, shape, dtype, in_place, ulps) \
+    {#name, ORCHARD_OUT, 0, offsetof(args, name), shape, dtype, in_place, ulps}
+#define ORCH_OPTIONAL_OUTPUT(args, name, shape, dtype, in_place, ulps) \
+    {#name, ORCHARD_OUT, 1, offsetof(args, name), shape, dtype, in_place, ulps}
+/* A row of an option table: kind I32, I64 or F64. */
+#define ORCH_OPTION(args, name, kind, low, high) \
+    {#name, ORCHARD_OPTION_##kind, offsetof(args, name), low, high}
 
 #define ORCH_MAX_ARGS_SIZE 8192
 #define ORCH_MAX_PROBLEM_SIZE 4096
@@ -97,6 +112,9 @@ double orch_op_option_value(const orch_op *op, const void *args, const char *nam
 
 /* Every required operand is there, every option within its range. */
 orchard_status orch_op_check(const orch_op *op, const void *args);
+
+/* A plan for slots that need no memory and take everything. */
+const char *orch_no_scratch(const struct orch_call *call, orch_plan *plan);
 
 /* The declarations of this operation's kernels in their own language: OUT, LSE, ... OPERANDS as an
  * enum, and PARAMETERS for the kernel's parameter list. Lives as long as the process. */

@@ -33,40 +33,54 @@ static orchard_dtype wide(orchard_dtype dtype)
     return dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32;
 }
 
-/* The dtypes that a rule allows, best first; returns how many, 0 where the rule hangs on an operand
- * that is absent. */
-static int allowed_dtypes(const orch_op *op, const void *args, const orch_shape *shape,
-                          const char *rule, orchard_dtype allowed[4])
+#define MOST_DTYPES 4
+
+/* Adds what one word of a rule allows; a name whose operand is absent allows nothing. */
+static int add_word(const orch_op *op, const void *args, const orch_shape *shape, const char *word,
+                    size_t length, orchard_dtype *allowed, int count)
 {
-    static const orchard_dtype floats[4] = {ORCHARD_F64, ORCHARD_F32, ORCHARD_F16, ORCHARD_BF16};
-    const char *slash = strchr(rule, '/');
-    if (strcmp(rule, "float") == 0) {
+    static const orchard_dtype floats[] = {ORCHARD_F64, ORCHARD_F32, ORCHARD_F16, ORCHARD_BF16};
+    const bool first = count == 0;
+    if (length == 5 && memcmp(word, "float", 5) == 0) {
         memcpy(allowed, floats, sizeof floats);
         return 4;
     }
-    if (strcmp(rule, "index") == 0) {
+    if (length == 5 && memcmp(word, "index", 5) == 0) {
         allowed[0] = ORCHARD_I64, allowed[1] = ORCHARD_I32;
         return 2;
     }
-    if (strcmp(rule, "wide") == 0) {
-        allowed[0] = wide(shape->dtype);
-        return 1;
+    const bool is_wide = length == 4 && memcmp(word, "wide", 4) == 0;
+    if (is_wide || (length == 3 && memcmp(word, "f32", 3) == 0 && !first)) {
+        allowed[count] = wide(is_wide ? shape->dtype : allowed[count - 1]);
+        return count + 1;
     }
+    if (length == 4 && memcmp(word, "bool", 4) == 0) {
+        allowed[count] = ORCHARD_BOOL;
+        return count + 1;
+    }
+    const orchard_tensor *like = orch_op_tensor(op, args, operand_named(op, word, length));
+    if (!orch_tensor_present(like)) {
+        return count;
+    }
+    allowed[count] = like->dtype;
+    return count + 1;
+}
+
+/* The dtypes that a rule allows, best first; returns how many, 0 where the rule hangs on an operand
+ * that is absent. */
+static int allowed_dtypes(const orch_op *op, const void *args, const orch_shape *shape,
+                          const char *rule, orchard_dtype allowed[MOST_DTYPES])
+{
     int count = 0;
-    if (strncmp(rule, "bool", 4) == 0) {
-        allowed[count++] = ORCHARD_BOOL;
-    }
-    const char *name = count ? slash ? slash + 1 : NULL : rule;
-    if (name) {
-        const size_t length = slash && name == rule ? (size_t)(slash - rule) : strlen(name);
-        const orchard_tensor *like = orch_op_tensor(op, args, operand_named(op, name, length));
-        if (!orch_tensor_present(like)) {
-            return count;
+    for (const char *word = rule; word;) {
+        const char *slash = strchr(word, '/');
+        const size_t length = slash ? (size_t)(slash - word) : strlen(word);
+        const int before = count;
+        count = add_word(op, args, shape, word, length, allowed, count);
+        if (count == before) {
+            break;
         }
-        allowed[count++] = like->dtype;
-        if (slash && name == rule) { /* "x/f32" */
-            allowed[count++] = wide(like->dtype);
-        }
+        word = slash ? slash + 1 : NULL;
     }
     return count;
 }
@@ -75,7 +89,7 @@ static orchard_status check_dtype(const orch_op *op, const void *args, int32_t i
 {
     const orchard_operand_info *operand = &op->operands[i];
     const orchard_dtype dtype = orch_op_tensor(op, args, i)->dtype;
-    orchard_dtype allowed[4];
+    orchard_dtype allowed[MOST_DTYPES];
     char list[64] = "";
     const int count = allowed_dtypes(op, args, shape, operand->dtype, allowed);
     for (int n = 0; n < count; n++) {
@@ -158,6 +172,18 @@ static orchard_status check_sizes(const orch_op *op, int32_t i, const orchard_te
 
 /* ---- A call ---------------------------------------------------------------------------------- */
 
+/* Those that decide others' dtypes come first, so that a message names whoever is wrong. */
+static orchard_status check_leaders(const orch_op *op, const void *args, orch_shape *shape)
+{
+    for (int32_t i = 0; i < op->operand_count; i++) {
+        const bool leads = strcmp(op->operands[i].dtype, "float") == 0;
+        if (leads && orch_tensor_present(orch_op_tensor(op, args, i))) {
+            ORCH_TRY(check_dtype(op, args, i, shape));
+        }
+    }
+    return ORCHARD_OK;
+}
+
 static orchard_status begin(const orch_op *op, const void *args, orch_shape *shape)
 {
     const double dims = orch_op_option_value(op, args, "dims");
@@ -167,7 +193,7 @@ static orchard_status begin(const orch_op *op, const void *args, orch_shape *sha
                          ORCHARD_MAX_RANK);
     }
     shape->trailing.count = dims > 0 ? (int32_t)dims : 1;
-    return ORCHARD_OK;
+    return check_leaders(op, args, shape);
 }
 
 /* Without memory nobody looks at addresses. */
@@ -231,7 +257,7 @@ static void fill_output(const orch_op *op, void *args, int32_t i, const orch_sha
     orchard_tensor *tensor = orch_op_tensor(op, args, i);
     const orchard_tensor before = *tensor;
     int64_t size[ORCHARD_MAX_RANK];
-    orchard_dtype allowed[4];
+    orchard_dtype allowed[MOST_DTYPES];
     int32_t rank;
     *tensor = (orchard_tensor){0};
     if (sizes_of(&op->operands[i], shape, &rank, size) &&

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import planted_attention  # noqa: E402
 from orchard.conformance import (  # noqa: E402
-    CASES, Problem, Target, behaviour, chosen, find, judge, report)
+    CASES, Problem, Target, behaviour, check, chosen, find, report)
 from orchard.conformance.__main__ import main  # noqa: E402
 from orchard.conformance.run import from_json, run_isolated, to_json  # noqa: E402
 
@@ -102,7 +102,7 @@ def test_an_honest_function_passes_those_rows(row):
     assert verdict.outcome == "passes", verdict
 
 
-def test_gradients_of_sampled_rows_are_judged_whole():
+def test_gradients_of_sampled_rows_are_checked_whole():
     """What the row with 2^32 scores does, on a length that an explicit function can hold too."""
     def outcome(fault, rows):
         target = Target("planted", planted_attention.planted(fault))
@@ -131,7 +131,7 @@ def test_a_refusal_is_told_apart_from_a_wrong_value():
     def refuses(query, key, value):
         raise NotImplementedError("no such head size\nand more")
 
-    verdict = judge(Target("refuses", refuses), Problem())
+    verdict = check(Target("refuses", refuses), Problem())
     assert (verdict.outcome, verdict.detail) == ("raises", "NotImplementedError: no such head size")
     assert not report.failed({"x": verdict}) and report.failed({"x": verdict}, strict=True)
 
@@ -146,12 +146,12 @@ def test_shape_dtype_and_gradients_are_looked_at():
         "NaN": lambda q, k, v: honest(q, k, v) * torch.where(k[:, :, :, :1] > 9, torch.nan, 1.0)
         + torch.tensor([torch.nan] + [0.0] * 31),
     }.items():
-        verdict = judge(Target(name, function), Problem())
+        verdict = check(Target(name, function), Problem())
         assert verdict.outcome == "wrong" and name in verdict.detail, verdict
 
 
 def test_two_threads_at_once_have_the_threads_of_before(monkeypatch):
-    """While a target is called, the judge leaves the number of threads, the process's, alone."""
+    """While a target is called, the kit leaves the number of threads, the process's, alone."""
     changed_in = set()
     change = torch.set_num_threads
     monkeypatch.setattr(torch, "set_num_threads", lambda n: (
@@ -162,13 +162,13 @@ def test_two_threads_at_once_have_the_threads_of_before(monkeypatch):
 
 def test_an_error_of_one_part_in_ten_thousand_is_seen():
     honest = planted_attention.honest
-    verdict = judge(Target("x", lambda q, k, v: honest(q, k, v * 1.0001)), Problem())
+    verdict = check(Target("x", lambda q, k, v: honest(q, k, v * 1.0001)), Problem())
     assert verdict.outcome == "wrong" and 10 < verdict.bars < 10000
-    assert judge(Target("x", honest), Problem()).bars < 1.0
+    assert check(Target("x", honest), Problem()).bars < 1.0
 
 
 def test_torch_passes_what_the_kit_takes_for_granted():
-    """The judge against somebody else's implementation: torch's explicit path."""
+    """The reference against somebody else's implementation: torch's explicit path."""
     target = find("torch-math")
     for name in ("plain", "causal", "cross attention", "grouped heads", "additive mask",
                  "fully masked rows", "gradient of an additive mask", "double backward",
@@ -177,15 +177,15 @@ def test_torch_passes_what_the_kit_takes_for_granted():
 
 
 @pytest.fixture(scope="module")
-def orchard_judged():
+def orchard_verdicts():
     """Orchard's verdicts, the largest cases too: they take it seconds, and memory that is touched
     nowhere but at its ends."""
     found = find("orchard")
     return {case.name: case.run(found) for case in chosen(large=True)}
 
 
-def test_orchard_passes(orchard_judged):
-    not_passing = {name: (v.outcome, v.detail) for name, v in orchard_judged.items()
+def test_orchard_passes(orchard_verdicts):
+    not_passing = {name: (v.outcome, v.detail) for name, v in orchard_verdicts.items()
                    if v.outcome != "passes"}
     assert not not_passing
 
@@ -210,8 +210,8 @@ def test_a_module_that_speaks_without_ending_its_line(folder):
         "def first_only(query, key, value, scale=None):\n"
         "    return (honest if scale else crash)(query, key, value, scale=scale)\n")
     cases = [BY_NAME["scale 1"], BY_NAME["plain"]]
-    judged = run_isolated("planted_loading:first_only", cases)
-    assert {name: v.outcome for name, v in judged.items()} == {
+    verdicts = run_isolated("planted_loading:first_only", cases)
+    assert {name: v.outcome for name, v in verdicts.items()} == {
         "scale 1": "passes", "plain": "crashes"}
 
 
@@ -266,7 +266,7 @@ def test_status_json_and_page(folder, monkeypatch, capsys):
 def test_a_target_without_one_answer_is_no_success(capsys):
     words = ["--target", "os:getcwd", "--only", "head size not innermost", "--only", "grouped"]
     assert main(words) == 2
-    assert capsys.readouterr().err == ("conformance: os:getcwd: no case could be judged: "
+    assert capsys.readouterr().err == ("conformance: os:getcwd: no case could be checked: "
                                        "3 not offered, 1 raises\n")
     assert main([*words, "--strict"]) == 1
     assert main(["--target", "planted_attention:honest", *words]) == 2
@@ -363,10 +363,10 @@ def test_the_committed_results_are_of_these_cases(page):
             {name: report.Verdict(word, None) for name, word in verdicts.items()})
 
 
-def test_the_committed_verdicts_are_orchards(orchard_judged):
+def test_the_committed_verdicts_are_orchards(orchard_verdicts):
     told, = committed("orchard")[0].values()
-    assert {name: verdict.outcome for name, verdict in orchard_judged.items()} == {
-        name: told[name] for name in orchard_judged}
+    assert {name: verdict.outcome for name, verdict in orchard_verdicts.items()} == {
+        name: told[name] for name in orchard_verdicts}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # what torch-flash says when it refuses
@@ -389,14 +389,14 @@ def test_a_device_without_float64_is_asked_in_the_other_dtypes(monkeypatch):
     """"mps:0" stands for the device; its tensors are on the CPU here."""
     from orchard.conformance import cases
     asked = []
-    monkeypatch.setattr(cases, "judge", lambda target, problem, device: asked.append(problem.dtype)
+    monkeypatch.setattr(cases, "check", lambda target, problem, device: asked.append(problem.dtype)
                         or report.Verdict("passes", 0.0))
     BY_NAME["plain"].run(find("torch"), "mps:0")
     assert asked == ["float32", "float16", "bfloat16"]
     for name in ("double backward", "float32 mask beside float64 q"):
         verdict = BY_NAME[name].run(find("torch"), "mps:0")
         assert verdict.outcome == "not measured" and "float64" in verdict.detail
-    assert not report.any_judged({name: verdict})
+    assert not report.any_checked({name: verdict})
 
 
 def test_cases_are_named_once_and_explained():

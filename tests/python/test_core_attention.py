@@ -1,6 +1,6 @@
 """orchard.attention_forward and attention_backward: values against formulas in fp64.
 
-Two judges: core_formula.py (every option, every dtype) and torch's own fp64 autograd. Then what
+Two references: core_formula.py (every option, every dtype) and torch's own fp64 autograd. Then what
 the call promises around the values: the same bits for any number of threads, the interpreter left
 free meanwhile, threads, fork, explain and report.
 """
@@ -163,7 +163,7 @@ def test_torch_s_own_autograd_agrees(options):
 
 
 def test_philox_is_random123_s():
-    """Known answers of Random123 for the judge's own generator."""
+    """Known answers of Random123 for the reference's own generator."""
     ones = np.full((1, 4), 0xFFFFFFFF)
     assert [f"{x:08x}" for x in philox(np.zeros((1, 4), np.int64), (0, 0))[0]] == \
         ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
@@ -354,6 +354,10 @@ def test_explain_refuses_what_the_call_refuses():
     q = RNG.standard_normal((1, 2, 5, 8)).astype(np.float32)
     with pytest.raises(orchard.ArgumentError, match="explain: there is no operation 'attention'"):
         orchard.explain("attention", q=q)
+    with pytest.raises(orchard.ArgumentError) as array:
+        orchard.explain(q)
+    assert str(array.value) == ("explain: op is a ndarray of shape [1, 2, 5, 8], must be the name "
+                                "of an operation: attention_forward, attention_backward")
     with pytest.raises(TypeError, match="missing a required argument: 'k'"):
         orchard.explain("attention_forward", q)
     with pytest.raises(orchard.ShapeError) as one:

@@ -6,7 +6,7 @@ memory_report tell it; what happens without a device, with one that refuses, in 
 one was lost.
 
 tests/run keeps drivers away from these suites, so each part runs in a child that has them: this
-file as a program, FUNCTION FILE, pickles what it saw, and the tests below judge it. The device is
+file as a program, FUNCTION FILE, pickles what it saw, and the tests below check it. The device is
 PoCL, which is this CPU; behind libfaulty_opencl it passes for a GPU, counts its launches, and fails
 when told to.
 """

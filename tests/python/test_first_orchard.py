@@ -618,7 +618,7 @@ def test_debug_lines_of_metal(monkeypatch, capsys):
     assert ReportLine("attention_backward", "mps", "the device was lost", 1) in orchard.report()
     monkeypatch.setenv("ORCHARD_STRICT", "1")
     calls.clear()
-    with pytest.raises(orchard.UnsupportedError, match="the device was lost. and strict forbids"):
+    with pytest.raises(orchard.UnsupportedError, match="the device was lost; strict forbids"):
         train(causal=True)
 
 

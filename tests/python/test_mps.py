@@ -168,7 +168,7 @@ def test_unsupported_is_explained_and_counted(launcher):
     assert counted(launcher) == []
     assert launcher.supported("attention_forward", operands) == reason
     with pytest.raises(_library.UnsupportedError,
-                       match="attention_forward: mps did not take the call .f64 tensors"):
+                       match="attention_forward: mps cannot run this call: f64 tensors"):
         launcher.run("attention_forward", operands)
     assert counted(launcher) == [("attention_forward", reason, 2)]
     assert (operands["out"].cpu() == 7).all()

@@ -26,7 +26,7 @@ from orchard.torch.outputs import DBIAS, DK, DQ, DSINKS, DV
 from orchard_bridge import metal
 from test_mps import NoCompiler, counted, draw, launcher, on_mps  # noqa: F401 (a fixture)
 from test_torch_values import OPTIONS
-from torch_formula import formula, judge, rand
+from torch_formula import formula, check_values, rand
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 F64 = "f64 tensors: no GPU backend has double precision"
@@ -106,7 +106,7 @@ def test_strict_makes_it_an_error(launcher, monkeypatch):  # noqa: F811
     monkeypatch.setenv("ORCHARD_STRICT", "1")
     with pytest.raises(orchard.UnsupportedError) as caught:
         attention(*placed)
-    assert str(caught.value) == (f"attention_forward: mps cannot run this call: {F64} and strict "
+    assert str(caught.value) == (f"attention_forward: mps cannot run this call: {F64}; strict "
                                  "forbids a fallback")
     assert counted(launcher) == [("attention_forward", F64, 1)]
     attention(*[x.float() for x in placed])  # what is served is served
@@ -123,7 +123,7 @@ def test_what_pytorch_has_no_word_for(launcher, option):  # noqa: F811
     G = options.pop("G", 4)
     tensors = [rand(2, 4, 13, 16), rand(2, G, 21, 16), rand(2, G, 21, 24)]
     dispatches = fake_mps.Counts.dispatches
-    judge(attention, [x.double() for x in tensors], options, option, place=fake_mps.tensor)
+    check_values(attention, [x.double() for x in tensors], options, option, place=fake_mps.tensor)
     assert fake_mps.Counts.dispatches == dispatches
     assert counted(launcher) == [("attention_forward", F64, 1), ("attention_forward", None, 1)]
 
@@ -422,7 +422,7 @@ def test_the_first_orchards_names_when_strict(launcher, monkeypatch):  # noqa: F
     monkeypatch.setenv("ORCHARD_STRICT", "0")
     out, _ = orchard_bridge.flash_attn(*leaves, 0.3)
     monkeypatch.setenv("ORCHARD_STRICT", "1")
-    with pytest.raises(orchard.UnsupportedError, match="attention_backward: mps did not take.*strict"):
+    with pytest.raises(orchard.UnsupportedError, match="attention_backward: mps cannot run this call.*strict"):
         out.sum().backward()
 
 

@@ -11,7 +11,7 @@ import fake_mps
 from orchard.torch import mps
 from orchard.torch import scaled_dot_product_attention as attention
 from test_torch_values import OPTIONS
-from torch_formula import assert_within, differentiable, formula, judge, rand
+from torch_formula import assert_within, differentiable, formula, check_values, rand
 
 fake_mps.install()
 B, H, T, S, D, E = 2, 4, 13, 21, 16, 24  # those of OPTIONS
@@ -25,9 +25,9 @@ def counts():
 
 
 def on_trial(tensors, options, name, **more):
-    """The judge; and that Orchard's kernels ran, once each way, and nothing else."""
+    """Right values, and Orchard's kernels ran, once each way, and nothing else."""
     before, launches = counts(), fake_mps.Counts.dispatches
-    found = judge(attention, tensors, options, name, place=fake_mps.tensor, **more)
+    found = check_values(attention, tensors, options, name, place=fake_mps.tensor, **more)
     after = counts()
     new = {line: after[line] - before.get(line, 0) for line in after}
     assert {line: count for line, count in new.items() if count} == dict.fromkeys(RAN, 1)

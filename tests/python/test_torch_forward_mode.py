@@ -1,7 +1,7 @@
 """Forward mode (torch.func.jvp, jacfwd, hessian, dual numbers): right values, or a message.
 
-Differences as judges, over all options, are in test_torch_ops.py (gradcheck's check_forward_ad and
-check_fwd_over_rev). Here: torch's own math path as judge, transforms inside transforms, the dropout
+Checks against differences, over all options, are in test_torch_ops.py (gradcheck's check_forward_ad and
+check_fwd_over_rev). Here: torch's own math path as reference, transforms inside transforms, the dropout
 that forward drew, what must not be seen, and what is refused. Exported programs: test_torch_export.py.
 """
 

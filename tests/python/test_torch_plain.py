@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import orchard
-from orchard.torch import autograd, cpu, onlookers, operands, ops
+from orchard.torch import autograd, cpu, operands, ops, tracing
 from orchard.torch import scaled_dot_product_attention as attention
 
 Tensor = torch.Tensor
@@ -58,7 +58,7 @@ def test_same_bits_as_the_general_ops(served, monkeypatch, dtype, options):
             unrecorded = attention(*inputs, enable_gqa=gqa, **options)
         assert served == {"forward": 2, "backward": 1}
         with monkeypatch.context() as patch:
-            patch.setattr(onlookers, "dispatch_modes", lambda: 1)  # as where torch cannot say
+            patch.setattr(tracing, "dispatch_modes", lambda: 1)  # as where torch cannot say
             general = attention(*inputs, enable_gqa=gqa, **options)
             general_grads = gradients(general, inputs)
         assert served == {"forward": 2, "backward": 1}
@@ -299,7 +299,7 @@ def test_nothing_private_is_needed(monkeypatch):
     assert torch.equal(first, second)
     for a, b in zip(grads, gradients(second, inputs)):
         assert torch.equal(a, b)
-    monkeypatch.setattr(onlookers, "any_autocast", lambda: True)
+    monkeypatch.setattr(tracing, "any_autocast", lambda: True)
     third = attention(*inputs)
     assert torch.equal(first, third)
     for a, b in zip(grads, gradients(third, inputs)):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from orchard.torch import scaled_dot_product_attention as attention
-from torch_formula import assert_within, formula, judge, rand, wide
+from torch_formula import assert_within, formula, check_values, rand, wide
 
 B, H, T, S, D, E = 2, 4, 13, 21, 16, 24
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -68,13 +68,13 @@ def drawn(option, dtype):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option, dtype):
     tensors, options = drawn(option, dtype)
-    judge(attention, tensors, options, option)
+    check_values(attention, tensors, options, option)
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130])
 def test_lengths(length):
     torch.manual_seed(length)
-    judge(attention, [rand(1, 2, length, 8) for _ in range(3)], {"is_causal": True},
+    check_values(attention, [rand(1, 2, length, 8) for _ in range(3)], {"is_causal": True},
           f"length {length}")
 
 
@@ -86,7 +86,7 @@ TORCHS = ["plain", "causal", "scale", "scale_zero", "gqa", "mqa_causal", "mask_2
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("option", TORCHS)
 def test_against_torchs_math_path(option, dtype):
-    """Output and all gradients; the judge in fp64 and what sets the bar are torch's own."""
+    """Output and all gradients; the reference in fp64 and what sets the bar are torch's own."""
     given, options = drawn(option, dtype)
     mask = options.pop("attn_mask", None)
     if mask is not None and mask.is_floating_point():
@@ -259,7 +259,7 @@ def test_dropout(dtype, options):
     assert 0.2 < (factor == 0).double().mean() < 0.4
     torch.manual_seed(6)
     tensors = [rand(B, H, n, D, dtype=dtype) for n in (T, S, S)]
-    judge(attention, tensors, {**options, "dropout_p": 0.3}, "dropout", factor=factor, seed=7)
+    check_values(attention, tensors, {**options, "dropout_p": 0.3}, "dropout", factor=factor, seed=7)
 
 
 def test_dropout_draws_from_torchs_generator():

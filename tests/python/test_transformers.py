@@ -38,14 +38,14 @@ def test_plain_and_padded(name, watch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed(name, watch):
-    """Three messages in one row: as eager masks them, and as if each were alone."""
+    """Three sequences in one row: as eager masks them, and as if each were alone."""
     eager, ours = pair(name)
     lengths = [5, 8, 3]
     ids = tokens(1, sum(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     starts = torch.tensor([0, 5, 13, 16], dtype=torch.int32)
     alone = torch.cat([logits(eager, part) for part in ids.split(lengths, dim=1)], dim=1)
-    if name == "gpt_oss":  # does not tell its mask the positions: eager looks across messages
+    if name == "gpt_oss":  # does not tell its mask the positions: eager looks across sequences
         same(logits(eager, ids, position_ids=positions, use_cache=False),
              logits(ours, ids, position_ids=positions, use_cache=False))
     else:
@@ -115,7 +115,7 @@ def test_generation_token_for_token(name, cache, watch):
 # ---- Training ------------------------------------------------------------------------------------
 
 def train(model, steps, seed=0, padded=True, **kwargs):
-    """Losses of a model that learns to count, in messages padded on the right and on the left, or
+    """Losses of a model that learns to count, in sequences padded on the right and on the left, or
     without padding and without a mask.
 
     The token before a message sees no key, for which eager invents a uniform attention: the first
@@ -257,7 +257,7 @@ def test_models_that_may_not_follow_the_interface(name, calls, config):
     ours.load_state_dict(eager.state_dict())
     ids = tokens(3, 14)
     with torch.no_grad(), pytest.warns(UserWarning, match="does not say that the models of"):
-        orchard_masks._unsure.cache_clear()
+        orchard_masks._why_not_sure.cache_clear()
         same(eager(ids)[0], ours(ids)[0])
     with torch.no_grad():
         for side in ("right", "left"):
@@ -276,9 +276,9 @@ def test_a_tower_that_does_not_follow_the_interface_beside_models_that_do():
     ours.load_state_dict(eager.state_dict())
     heard = torch.randn(2, 128, 128)
     with torch.no_grad(), pytest.warns(UserWarning, match="the models of Gemma4AudioConfig"):
-        orchard_masks._unsure.cache_clear()
+        orchard_masks._why_not_sure.cache_clear()
         same(eager(input_features=heard)[0], ours(input_features=heard)[0])
-    assert orchard_masks._unsure(T.Gemma4TextConfig) != orchard_masks._unsure(T.Gemma4AudioConfig)
+    assert orchard_masks._why_not_sure(T.Gemma4TextConfig) != orchard_masks._why_not_sure(T.Gemma4AudioConfig)
 
 
 # ---- Encoders, and encoders with decoders --------------------------------------------------------

@@ -119,7 +119,7 @@ def test_training_by_inductor_at_another_length():
 
 
 def test_gradients_of_each_sample():
-    """torch.func.vmap over messages with padding of their own."""
+    """torch.func.vmap over sequences with padding of their own."""
     eager, ours = pair("mistral")
     ids, keys = tokens(3, 14), padding("right")
 

@@ -64,7 +64,7 @@ def test_t5gemma2_which_joins_two_masks():
 
 
 def described(form, window):
-    """A mask of "orchard" for 2 messages of 14 tokens."""
+    """A mask of "orchard" for 2 sequences of 14 tokens."""
     config = MODELS["mistral"][1]()
     config.sliding_window = window
     keys = padding("left" if form == "keys" else "right")[:2].bool()
@@ -140,7 +140,7 @@ def test_a_mask_for_another_number_of_keys():
     k = torch.randn(2, 4, 16, 8)
     with pytest.raises(OrchardError, match="changes its masks"):
         orchard_transformers.attention(torch.nn.Module(), q, k, k, mask)
-    with pytest.raises(OrchardError, match="2 messages with 1"):
+    with pytest.raises(OrchardError, match="2 sequences, the batch has 1"):
         orchard_transformers.attention(torch.nn.Module(), q[:1], q[:1], q[:1], mask)
 
 
@@ -194,8 +194,8 @@ def test_malformed_masks(mask, words):
         logits(pair("llama")[1], tokens(2, 10), attention_mask=mask, use_cache=False)
 
 
-def test_a_mask_of_one_row_for_several_messages():
-    with pytest.raises(OrchardError, match="1 messages with 2 of them: attention_mask has not a"):
+def test_a_mask_of_one_row_for_several_sequences():
+    with pytest.raises(OrchardError, match="1 sequences, the batch has 2: attention_mask needs a"):
         logits(pair("llama")[1], tokens(2, 10), attention_mask=torch.arange(10)[None] > 1)
 
 

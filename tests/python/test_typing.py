@@ -29,7 +29,7 @@ WRONG = {
 }
 
 
-def judged(folder, text):
+def mypy_run(folder, text):
     """mypy --strict on a user's file. torch itself is left out: reading it takes a minute."""
     (folder / "user.py").write_text(text)
     (folder / "mypy.ini").write_text("[mypy]\nstrict = True\ncache_dir = /dev/null\n"
@@ -40,14 +40,14 @@ def judged(folder, text):
 
 
 def test_what_users_write_passes(tmp_path):
-    done = judged(tmp_path, USER)
+    done = mypy_run(tmp_path, USER)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_mistakes_are_seen(tmp_path):
     lines = USER.splitlines()
     calls = "".join(f"    {call}\n" for call in WRONG)
-    done = judged(tmp_path, "\n".join(lines[:7]) + f"\ndef wrong(q: torch.Tensor) -> None:\n{calls}")
+    done = mypy_run(tmp_path, "\n".join(lines[:7]) + f"\ndef wrong(q: torch.Tensor) -> None:\n{calls}")
     for line, kind in zip(range(9, 9 + len(WRONG)), WRONG.values()):
         assert f"user.py:{line}: error" in done.stdout, done.stdout
         assert f"[{kind}]" in next(x for x in done.stdout.splitlines()

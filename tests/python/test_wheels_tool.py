@@ -52,9 +52,9 @@ def files():
 
 
 @pytest.fixture
-def judged(tool, tmp_path):
+def findings(tool, tmp_path):
     """What the tool says of a wheel with these files."""
-    def judge(files, record=None, tags="manylinux_2_17_x86_64.manylinux2014_x86_64", name=NAME):
+    def check(files, record=None, tags="manylinux_2_17_x86_64.manylinux2014_x86_64", name=NAME):
         (folder,) = {n.split("/")[0] for n in files if n.endswith(".dist-info/WHEEL")}
         path = tmp_path / f"orchard-0-py3-none-{tags}.whl"
         with zipfile.ZipFile(path, "w") as wheel:
@@ -65,7 +65,7 @@ def judged(tool, tmp_path):
             own = f"{folder}/RECORD"
             wheel.writestr(own, recorded(files) + f"{own},,\n" if record is None else record)
         return tool.check(path, name)
-    return judge
+    return check
 
 
 def library(tmp_path, text, *flags):
@@ -76,22 +76,22 @@ def library(tmp_path, text, *flags):
     return made.read_bytes(), 0o755
 
 
-def test_a_wheel_for_this_machine_only(judged, files):
-    wrong = judged(files)
+def test_a_wheel_for_this_machine_only(findings, files):
+    wrong = findings(files)
     assert any("WHEEL has the tags" in one for one in wrong), wrong
     assert any("asks for GLIBC_2.3" in one for one in wrong), wrong  # Debian 12's is 2.36
     assert not any(word in one for one in wrong for word in (
         "RECORD", "missing", "belong", "export")), wrong
 
 
-def test_record(judged, files):
-    before = judged(files)
+def test_record(findings, files):
+    before = findings(files)
     good = recorded(files)
     (own,) = {n.split("/")[0] + "/RECORD" for n in files if n.endswith(".dist-info/WHEEL")}
     changed = good.replace("orchard/py.typed,sha256=", "orchard/py.typed,sha256=A", 1)
-    assert set(judged(files, changed + f"{own},,\n")) - set(before) == {
+    assert set(findings(files, changed + f"{own},,\n")) - set(before) == {
         "RECORD is wrong about orchard/py.typed"}
-    assert set(judged(files, good + f"orchard/ghost.py,sha256=x,1\n{own},,\n")) - set(before) == {
+    assert set(findings(files, good + f"orchard/ghost.py,sha256=x,1\n{own},,\n")) - set(before) == {
         "RECORD lists orchard/ghost.py, which is absent"}
 
 
@@ -99,42 +99,42 @@ def test_record(judged, files):
                                   "orchard/lib/liborchard_torch.so", "orchard/_structs.py",
                                   "orchard/torch/mps.py", "orchard_ops/__init__.py",
                                   "orchard_bridge/__init__.py"])
-def test_missing_files(judged, files, name):
+def test_missing_files(findings, files, name):
     del files[name]
-    assert f"{name} is missing" in judged(files)
+    assert f"{name} is missing" in findings(files)
 
 
-def test_files_of_others(judged, files):
+def test_files_of_others(findings, files):
     files["orchard/torch/kernel.c"] = b"/* */", 0o644
-    assert "orchard/torch/kernel.c does not belong there" in judged(files)
+    assert "orchard/torch/kernel.c does not belong there" in findings(files)
 
 
-def test_names_and_modes(judged, files):
-    assert "the file's name does not say" in " ".join(judged(files, tags="linux_x86_64"))
+def test_names_and_modes(findings, files):
+    assert "the file's name does not say" in " ".join(findings(files, tags="linux_x86_64"))
     files["orchard/bin/orchard"] = files["orchard/bin/orchard"][0], 0o644
-    assert "orchard/bin/orchard is not executable" in judged(files)
+    assert "orchard/bin/orchard is not executable" in findings(files)
 
 
-def test_symbols_and_libraries(judged, files, tmp_path):
+def test_symbols_and_libraries(findings, files, tmp_path):
     files[LIBRARY] = library(tmp_path, "int orchard_secret(void) { return 1; }", "-Wl,--no-as-needed",
                              "-lgomp")
-    wrong = judged(files)
+    wrong = findings(files)
     assert f"{LIBRARY} exports orchard_secret" in wrong
     assert f"{LIBRARY} does not export orchard_attention_forward" in wrong
     assert any(one.startswith(f"{LIBRARY} loads libgomp.so") for one in wrong), wrong
 
 
-def test_paths_of_this_machine(judged, files, tmp_path):
+def test_paths_of_this_machine(findings, files, tmp_path):
     files[LIBRARY] = library(tmp_path, f'const char *orchard_path = "{ROOT}/src";')
-    assert f"{LIBRARY} holds a path of this machine, {ROOT}" in judged(files)
+    assert f"{LIBRARY} holds a path of this machine, {ROOT}" in findings(files)
 
 
-def test_the_wrong_system_and_processor(judged, files):
-    assert f"{LIBRARY.replace('.so', '.dylib')} is missing" in judged(files, name="macos-arm64")
+def test_the_wrong_system_and_processor(findings, files):
+    assert f"{LIBRARY.replace('.so', '.dylib')} is missing" in findings(files, name="macos-arm64")
     files[LIBRARY.replace(".so", ".dylib")] = files[LIBRARY]
-    wrong = judged(files, name="macos-arm64")
+    wrong = findings(files, name="macos-arm64")
     assert f"{LIBRARY.replace('.so', '.dylib')} has the wrong format" in wrong
-    assert any(one.startswith(f"{LIBRARY} is for") for one in judged(files, name="linux-aarch64"))
+    assert any(one.startswith(f"{LIBRARY} is for") for one in findings(files, name="linux-aarch64"))
 
 
 def macho(**changes):
@@ -152,14 +152,14 @@ def macho(**changes):
 
 
 def test_libraries_for_macos(tool):
-    def judge(**changes):
+    def check(**changes):
         return tool.check_macho(lief, "x", macho(**changes), tool.TARGETS["macos-arm64"])
 
-    assert judge() == []
+    assert check() == []
     for words, changes in (("is for", {"processor": "X86_64"}),
                            ("calls itself /tmp/x", {"own": "/tmp/x"}),
                            ("loads /opt/libomp.dylib", {"loads": ["/opt/libomp.dylib"]}),
                            ("asks for macOS 14.0.0", {"minos": [14, 0, 0]}),
                            ("not signed", {"signed": False})):
-        wrong = judge(**changes)
+        wrong = check(**changes)
         assert len(wrong) == 1 and words in wrong[0], wrong

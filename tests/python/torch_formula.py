@@ -1,5 +1,5 @@
 """The explicit formula of attention.h in plain torch, with every option of orchard.torch, and how a
-call is judged by it: forward, backward, the error bar."""
+call is checked against it: forward, backward, the error bar."""
 
 import functools
 import math
@@ -77,7 +77,7 @@ def assert_within(name, found, exact, plain):
     assert torch.equal(found.isinf(), infinite), f"{name}: infinities differ"
     assert not found.isnan().any(), f"{name} has NaN"
     found, exact, plain = (torch.where(infinite, 0.0, x.double()) for x in (found, exact, plain))
-    # In fp64 the judge rounds as well: its own error is of the order of ulps.
+    # In fp64 the reference rounds as well: its own error is of the order of ulps.
     ulps = 32 if name[1] == torch.float64 else 4
     bar = 2 * largest(plain - exact) + ulps * EPSILON[name[1]] * largest(exact)
     error = largest(found - exact)
@@ -112,7 +112,7 @@ def run(function, tensors, options, names, dout, dlse, place=lambda x: x, **more
     return [x.detach().cpu() for x in (out, lse, *grads)]
 
 
-def judge(function, tensors, options, name, *, factor=None, seed=None, place=lambda x: x):
+def check_values(function, tensors, options, name, *, factor=None, seed=None, place=lambda x: x):
     """Runs the function, the formula in fp64 and the formula as torch computes it; compares all
     results and returns the function's. `factor` is what dropout after `seed` does."""
     dtype = tensors[0].dtype

@@ -66,7 +66,7 @@ def tokens(*shape):
 
 
 def padding(side, batch=3, length=14):
-    """[B,T] of 0 and 1: the second message 5 shorter, the third 9."""
+    """[B,T] of 0 and 1: the second sequence 5 shorter, the third 9."""
     keys = torch.ones(batch, length, dtype=torch.long)
     for row, missing in ((1, 5), (2, 9)):
         keys[row, -missing:] = 0
@@ -80,7 +80,7 @@ class Watch:
         self.made = 0
         for name in ("sdpa_mask", "eager_mask"):
             monkeypatch.setattr(orchard_masks, name, self.counting(getattr(orchard_masks, name)))
-        orchard_masks._unsure.cache_clear()
+        orchard_masks._why_not_sure.cache_clear()
 
     def counting(self, real):
         @functools.wraps(real)  # its module too, by which orchard knows it

@@ -1,5 +1,5 @@
-"""The command: python -m orchard.conformance. Exit status 0: nothing is wrong, 1: something is,
-2: the command itself could not run, no case could be judged, or the output could not be written."""
+"""The command: python -m orchard.conformance. Exit status 0: nothing is wrong; 1: something is;
+2: the command could not run, no case could be checked, or the output could not be written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     package = (__package__ or "conformance")
     made = argparse.ArgumentParser(
         prog=f"python -m {package}",
-        description="Judges a scaled_dot_product_attention, feature by feature and failure by "
+        description="Checks a scaled_dot_product_attention, feature by feature and failure by "
                     "failure. Errors are in units of the error bar: up to 1 passes.")
     made.add_argument("--target", action="append", metavar="NAME",
                       help="torch, torch-math, torch-flash, orchard, or module:function; several "
@@ -99,7 +99,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     if given.json and len(targets) > 1:
         print("conformance: --json takes one target at a time", file=sys.stderr)
         return 2
-    columns, versions, bad, unjudged = {}, {}, [], []
+    columns, versions, bad, unchecked = {}, {}, [], []
     try:
         check_device(given.device)
         for file in (given.json, given.markdown):
@@ -112,9 +112,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
         print(f"conformance: {message(why)}", file=sys.stderr)
         return 2
     for name in targets:
-        columns[name] = judge_one(given, name, cases, versions[name])
+        columns[name] = check_one(given, name, cases, versions[name])
         bad += report.failed(columns[name], given.strict)
-        unjudged += [] if report.any_judged(columns[name]) else [name]
+        unchecked += [] if report.any_checked(columns[name]) else [name]
     if given.json:
         text = report.as_json(targets[0], versions[targets[0]], given.device, cases,
                               columns[targets[0]])
@@ -123,10 +123,10 @@ def main(arguments: Optional[List[str]] = None) -> int:
         words = " ".join(["python -m", __package__ or "conformance"] +
                          (arguments if arguments is not None else sys.argv[1:]))
         write(given.markdown, report.markdown(columns, versions, cases, [words]))
-    for name in unjudged:
-        print(f"conformance: {name}: no case could be judged: {report.counts(columns[name])}",
+    for name in unchecked:
+        print(f"conformance: {name}: no case could be checked: {report.counts(columns[name])}",
               file=sys.stderr)
-    return 1 if bad else 2 if unjudged else 0
+    return 1 if bad else 2 if unchecked else 0
 
 
 def check_device(name: str) -> None:
@@ -144,19 +144,19 @@ def positive(text: str) -> float:
     return number
 
 
-def judge_one(given: argparse.Namespace, name: str, cases, version: str):
-    """One target's verdicts, told line by line."""
+def check_one(given: argparse.Namespace, name: str, cases, version: str):
+    """One target's verdicts, printed line by line."""
     say(f"{name}: {version}, device {given.device}, {len(cases)} cases")
 
-    def told(case, verdict) -> None:
+    def on_verdict(case, verdict) -> None:
         say(report.line(case, verdict))
 
     if given.isolate:
-        judged = run_isolated(name, cases, given.device, given.limit, given.memory, told)
+        verdicts = run_isolated(name, cases, given.device, given.limit, given.memory, on_verdict)
     else:
-        judged = run(name, cases, given.device, told)
-    say(f"{name}: {report.counts(judged)}")
-    return judged
+        verdicts = run(name, cases, given.device, on_verdict)
+    say(f"{name}: {report.counts(verdicts)}")
+    return verdicts
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from . import formula
-from .judge import (ABSENT, HEAVY, NO_FLOAT64, PASSES, UNSEEN, WRONG, Reference, Verdict, Wrong,
-                    ask, compare, judge, raised, references)
+from .check import (ABSENT, HEAVY, NO_FLOAT64, NOT_MEASURED, PASSES, WRONG, Reference, Verdict,
+                    Wrong, ask, check, compare, raised, references)
 from .problem import Inputs, Problem, build, has_float64
 
 Target = Callable
@@ -303,7 +303,7 @@ def grad_mode(target: Target, device: str) -> Verdict:
     for fields in ({"mask": "padding", "mask_shape": "B11S"}, {"causal": True},
                    {"T": 3, "S": 70, "D": 64}, {"dtype": "bfloat16", "mask": "bool"}):
         for no_grad in (True, False):
-            worst = worst.worse(judge(target, Problem(no_grad=no_grad, **fields), device))
+            worst = worst.worse(check(target, Problem(no_grad=no_grad, **fields), device))
     return worst
 
 
@@ -316,7 +316,7 @@ def two_threads(target: Target, device: str) -> Verdict:
 
     def work(problem: Problem, reference: Reference) -> None:
         for _ in range(10):
-            found.append(judge(target, problem, device, reference))
+            found.append(check(target, problem, device, reference))
 
     workers = [threading.Thread(target=work, args=pair) for pair in zip(problems, known)]
     for worker in workers:
@@ -355,13 +355,13 @@ def status_bytes(field: str) -> int:
 @guarded
 def training_memory(target: Target, device: str) -> Verdict:
     if device != "cpu" or sys.platform != "linux":
-        return Verdict(UNSEEN, detail="told by Linux for the CPU only")
+        return Verdict(NOT_MEASURED, detail="measured on Linux for the CPU only")
     small = build(Problem(B=1, H=4, T=256, D=32), device)
     gradients(call(target, small), small)       # libraries load, threads start
     inputs = build(Problem(B=1, H=4, T=4096, D=32), device)
     peak = peak_bytes(lambda: gradients(call(target, inputs), inputs))
     if peak is None:
-        return Verdict(UNSEEN, detail="/proc is not there")
+        return Verdict(NOT_MEASURED, detail="/proc is not there")
     matrix = 4 * 4 * 4096 * 4096
     text = f"{peak / 2**20:.0f} MiB; one score matrix is {matrix / 2**20:.0f} MiB"
     return Verdict(PASSES if peak < matrix / 4 else HEAVY, detail=text)
@@ -370,7 +370,7 @@ def training_memory(target: Target, device: str) -> Verdict:
 @guarded
 def flat_memory(target: Target, device: str) -> Verdict:
     if device != "cpu" or sys.platform != "linux":
-        return Verdict(UNSEEN, detail="told by Linux for the CPU only")
+        return Verdict(NOT_MEASURED, detail="measured on Linux for the CPU only")
 
     whole = build(Problem(B=1, H=2, T=465, D=32, no_grad=True), device)
 
@@ -439,7 +439,7 @@ def many_scores_backward(target: Target, device: str) -> Verdict:
 
 def sampled_gradients(target: Target, device: str, length: int, rows: List[int]) -> Verdict:
     """Only sampled rows have an incoming gradient: q gets one there and nowhere else, k and v get
-    theirs from these rows alone, so that the whole of all three can be judged."""
+    theirs from these rows alone, so that the whole of all three can be checked."""
     inputs = build(Problem(B=1, H=1, T=length, D=4), device)
     some = torch.zeros(length, 1, dtype=torch.bool, device=device)
     some[rows] = True

@@ -12,7 +12,7 @@ import dataclasses
 from typing import Callable, List, Optional, Tuple
 
 from . import behaviour
-from .judge import NO_FLOAT64, PASSES, Verdict, judge
+from .check import NO_FLOAT64, PASSES, Verdict, check
 from .problem import Problem, has_float64
 from .targets import Target
 
@@ -25,7 +25,7 @@ class Case:
     name: str
     area: str
     source: str
-    says: str                                   # what must hold, in one message
+    says: str                                   # what must hold, in one sentence
     problems: Tuple[Problem, ...] = ()
     check: Optional[Callable[[Target, str], Verdict]] = None
     large: bool = False                         # needs gigabytes or a minute: run when asked
@@ -37,7 +37,7 @@ class Case:
                  if problem.dtype != "float64" or has_float64(device)]
         verdict = Verdict(PASSES, 0.0) if asked else NO_FLOAT64
         for problem in asked:
-            verdict = verdict.worse(judge(target, problem, device))
+            verdict = verdict.worse(check(target, problem, device))
         return verdict
 
 

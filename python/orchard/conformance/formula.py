@@ -1,4 +1,4 @@
-"""The judge's own attention: every step written out, nothing fused, any precision.
+"""The reference: attention with every step written out, nothing fused, any precision.
 
     s = scale * q_i . k_j                    then, each where it is given and in this order:
     s = softcap * tanh(s / softcap)          soft cap

@@ -1,4 +1,4 @@
-"""One attention call to be judged, described by numbers, and the tensors made from it.
+"""One attention call to check, described by numbers, and the tensors made from it.
 
 A Problem is data: sizes, dtype, how tensors lie in memory, masks and options. `build` makes its
 tensors from a seed, so that every target and every machine is asked the same question.
@@ -79,10 +79,10 @@ class Inputs:
     k: Tensor
     v: Tensor
     kwargs: Dict[str, Any]
-    leaves: Dict[str, Tensor]   # whose gradients are judged
+    leaves: Dict[str, Tensor]   # whose gradients are checked
     dout: Tensor
     dlse: Optional[Tensor]
-    clean: Dict[str, Tensor]    # k and v without the poison, for the judge
+    clean: Dict[str, Tensor]    # k and v without the poison, for the reference
 
 
 def has_float64(device: str) -> bool:

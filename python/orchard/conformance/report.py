@@ -12,7 +12,8 @@ from typing import Dict, List, Sequence
 import torch
 
 from .cases import Case
-from .judge import ABSENT, CRASHES, HANGS, HEAVY, ORDER, PASSES, RAISES, UNSEEN, WRONG, Verdict
+from .check import (ABSENT, CRASHES, HANGS, HEAVY, NOT_MEASURED, ORDER, PASSES, RAISES, WRONG,
+                    Verdict)
 from .run import to_json
 
 FAILURES = (WRONG, CRASHES, HANGS)
@@ -40,19 +41,20 @@ def line(case: Case, verdict: Verdict) -> str:
     return f"{case.area:13} {case.name:42} {outcome(verdict):16} {detail(verdict)}".rstrip()
 
 
-def counts(judged: Dict[str, Verdict]) -> str:
-    found = collections.Counter(verdict.outcome for verdict in judged.values())
+def counts(verdicts: Dict[str, Verdict]) -> str:
+    found = collections.Counter(verdict.outcome for verdict in verdicts.values())
     return ", ".join(f"{found[word]} {word}" for word in ORDER if found[word])
 
 
-def failed(judged: Dict[str, Verdict], strict: bool = False) -> List[str]:
+def failed(verdicts: Dict[str, Verdict], strict: bool = False) -> List[str]:
     bad = STRICT_FAILURES if strict else FAILURES
-    return [name for name, verdict in judged.items() if verdict.outcome in bad]
+    return [name for name, verdict in verdicts.items() if verdict.outcome in bad]
 
 
-def any_judged(judged: Dict[str, Verdict]) -> bool:
-    """Whether there was an answer to judge: a function that refuses every call is not right."""
-    return any(verdict.outcome not in (ABSENT, RAISES, UNSEEN) for verdict in judged.values())
+def any_checked(verdicts: Dict[str, Verdict]) -> bool:
+    """Whether there was an answer to check: a function that refuses every call is not right."""
+    return any(verdict.outcome not in (ABSENT, RAISES, NOT_MEASURED)
+               for verdict in verdicts.values())
 
 
 def machine() -> str:
@@ -87,18 +89,18 @@ def markdown(columns: Dict[str, Dict[str, Verdict]], versions: Dict[str, str],
         cells += [outcome(columns[name][case.name]) for name in names]
         rows.append("| " + " | ".join(map(cell, cells)) + " |")
     for name in names:
-        told = [case for case in cases if columns[name][case.name].outcome not in (PASSES, ABSENT)]
-        rows += ["", f"## {name}: what was found", ""] if told else []
+        shown = [case for case in cases if columns[name][case.name].outcome not in (PASSES, ABSENT)]
+        rows += ["", f"## {name}: what was found", ""] if shown else []
         rows += [f"- **{case.name}** ({case.says}): {outcome(columns[name][case.name])}. "
-                 f"{detail(columns[name][case.name])}".rstrip() for case in told]
+                 f"{detail(columns[name][case.name])}".rstrip() for case in shown]
     return "\n".join(rows) + "\n"
 
 
 def as_json(target: str, version: str, device: str, cases: Sequence[Case],
-            judged: Dict[str, Verdict]) -> str:
+            verdicts: Dict[str, Verdict]) -> str:
     return json.dumps({
         "target": target, "version": version, "device": device,
         "date": datetime.date.today().isoformat(), "machine": machine(),
         "cases": [dict(name=case.name, area=case.area, source=case.source, says=case.says,
-                       **to_json(judged[case.name])) for case in cases],
+                       **to_json(verdicts[case.name])) for case in cases],
     }, indent=1) + "\n"

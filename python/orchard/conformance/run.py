@@ -1,8 +1,8 @@
 """Runs cases against a target, in this process or, isolated, in another.
 
 Isolated, a worker process runs the cases one after the other and reports each by a line. If it dies
-or takes too long, that case's verdict is "crashes" or "hangs", and a new worker goes on behind it:
-isolation costs a process start only at the beginning and where something went wrong.
+or takes too long, that case's verdict is "crashes" or "hangs", and a new worker goes on with the
+next one: isolation costs a process start only at the beginning and where something went wrong.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import threading
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from .cases import CASES, Case
-from .judge import CRASHES, HANGS, Verdict
+from .check import CRASHES, HANGS, Verdict
 from .targets import find
 
-Told = Callable[[Case, Verdict], None]
+OnVerdict = Callable[[Case, Verdict], None]
 Lines = queue.Queue[Optional[str]]
 START = 120.0   # seconds in which a worker must have imported torch and the target
 MARK = f"@{__name__}: "
@@ -36,29 +36,29 @@ def chosen(only: Sequence[str] = (), large: bool = False) -> List[Case]:
 
 
 def run(target: str, cases: Sequence[Case], device: str = "cpu",
-        told: Told = lambda case, verdict: None) -> Dict[str, Verdict]:
+        on_verdict: OnVerdict = lambda case, verdict: None) -> Dict[str, Verdict]:
     """Every case in this process."""
-    found, judged = find(target), {}
+    found, verdicts = find(target), {}
     for case in cases:
-        judged[case.name] = case.run(found, device)
-        told(case, judged[case.name])
-    return judged
+        verdicts[case.name] = case.run(found, device)
+        on_verdict(case, verdicts[case.name])
+    return verdicts
 
 
 # ---- Isolated ------------------------------------------------------------------------------------
 
 def run_isolated(target: str, cases: Sequence[Case], device: str = "cpu", limit: float = 120.0,
                  memory: Optional[float] = None,
-                 told: Told = lambda case, verdict: None) -> Dict[str, Verdict]:
+                 on_verdict: OnVerdict = lambda case, verdict: None) -> Dict[str, Verdict]:
     """Every case in a worker process, each with `limit` seconds; `memory` in GB, or no limit."""
-    judged: Dict[str, Verdict] = {}
+    verdicts: Dict[str, Verdict] = {}
     left = list(cases)
     while left:
         for case, verdict in one_worker(target, left, device, limit, memory):
-            judged[case.name] = verdict
-            told(case, verdict)
-        left = [case for case in cases if case.name not in judged]
-    return judged
+            verdicts[case.name] = verdict
+            on_verdict(case, verdict)
+        left = [case for case in cases if case.name not in verdicts]
+    return verdicts
 
 
 def one_worker(target: str, cases: Sequence[Case], device: str, limit: float,
@@ -88,7 +88,7 @@ def version_isolated(target: str, device: str = "cpu") -> str:
 @contextlib.contextmanager
 def started(target: str, cases: Sequence[Case], device: str,
             memory: Optional[float]) -> Iterator[Tuple[subprocess.Popen[str], Lines, str]]:
-    """A worker that has found the target, the lines that it tells, and the target's version."""
+    """A worker that has found the target, the lines that it sends, and the target's version."""
     package = __name__.rpartition(".")[0]
     command = [sys.executable, "-m", package, "--worker", "--target", target, "--device", device]
     if memory:
@@ -143,18 +143,18 @@ def work(target: str, device: str, memory: Optional[float]) -> None:
     try:
         found = find(target)
     except (Exception, SystemExit) as why:
-        tell({"error": message(why)})
+        send({"error": message(why)})
         return
     if memory:
         import resource
         bytes_ = int(memory * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
-    tell({"version": found.version})
+    send({"version": found.version})
     for name in names:
-        tell(to_json(by_name[name].run(found, device)))
+        send(to_json(by_name[name].run(found, device)))
 
 
-def tell(fields: Dict) -> None:
+def send(fields: Dict) -> None:
     """On a line of its own: the target may have printed without ending its line."""
     print("\n" + MARK + json.dumps(fields), flush=True)
 

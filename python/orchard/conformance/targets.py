@@ -1,4 +1,4 @@
-"""Who is judged: a name, and a function with scaled_dot_product_attention's signature."""
+"""A function to check: a name, and a function with scaled_dot_product_attention's signature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TORCH_ARGUMENTS = {"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
 
 
 class Target:
-    """A function under judgement; `accepts` says which keyword arguments it offers."""
+    """A function to check; `accepts` says which keyword arguments it offers."""
 
     def __init__(self, name: str, function: Callable[..., Any],
                  arguments: Optional[Set[str]] = None, version: str = "") -> None:

@@ -10,8 +10,9 @@ from torch import Tensor, is_grad_enabled
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._library import ArgumentError, DtypeError, OrchardError, ShapeError, UnsupportedError
-from . import autograd, cpu, explicit, mps_attention, onlookers, operands, ops, outputs
-from .onlookers import any_onlooker
+from .._shown import shown
+from . import autograd, cpu, explicit, mps_attention, operands, ops, outputs, tracing
+from .tracing import observed
 
 NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 INTEGER = (int, torch.SymInt)
@@ -43,9 +44,9 @@ def _check_number(name: str, value: Any, kinds: tuple = NUMBER) -> Any:
         value = value.item()
     if not isinstance(value, kinds) or isinstance(value, bool):
         word = "an integer" if kinds is INTEGER else "a number"
-        raise ArgumentError(f"attention: {name} is {value!r}, must be {word}")
+        raise ArgumentError(f"attention: {name} is {shown(value)}, must be {word}")
     # Not of numbers that a compiler does not know yet: they are torch's, and fit.
-    if isinstance(value, int) and not onlookers.compiling() and not -2 ** 63 <= value < 2 ** 63:
+    if isinstance(value, int) and not tracing.compiling() and not -2 ** 63 <= value < 2 ** 63:
         raise ArgumentError(f"attention: {name} is {value}, must fit into 64 bits")
     return value
 
@@ -63,14 +64,14 @@ def _check_flag(name: str, flag: Any) -> bool:
 def _check_alignment(alignment: object) -> bool:
     """Whether it is at the bottom right."""
     if not isinstance(alignment, str) or alignment not in ALIGNMENTS:
-        raise ArgumentError(f"attention: causal_alignment is {alignment!r}, must be "
+        raise ArgumentError(f"attention: causal_alignment is {shown(alignment)}, must be "
                             '"top_left" or "bottom_right"')
     return ALIGNMENTS[alignment]
 
 
 def _check_window(window: object) -> Tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ArgumentError(f"attention: window is {window!r}, must be (left, right)")
+        raise ArgumentError(f"attention: window is {shown(window)}, must be (left, right)")
     left, right = (-1 if side is None else _check_number("window", side, INTEGER)
                    for side in window)
     return left, right
@@ -230,8 +231,8 @@ def _split_mask(attn_mask: Optional[Tensor], bias: Optional[Tensor], q: Tensor,
 def _transformed() -> bool:
     """Whether torch.func or forward AD looks on. Compiled code would silently lose what they ask
     for, so it refuses; without fullgraph, torch.compile then runs the call uncompiled."""
-    found = onlookers.functorch_active() or onlookers.forward_mode()
-    if found and onlookers.compiling():
+    found = tracing.functorch_active() or tracing.forward_mode()
+    if found and tracing.compiling():
         raise UnsupportedError(autograd.NOT_COMPILED)
     return found
 
@@ -239,7 +240,7 @@ def _transformed() -> bool:
 def _unrecorded(arguments: tuple) -> Tuple[Tensor, Tensor]:
     """(out, lse) under no_grad within torch.func's transforms. A Function would be recorded all the
     same by all but the innermost; tangents no_grad does not stop."""
-    if onlookers.forward_mode():
+    if tracing.forward_mode():
         return explicit.forward(arguments[:operands.TENSORS], arguments[operands.TENSORS:])
     return ops.forward(*arguments)
 
@@ -249,11 +250,11 @@ def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
     """(out, lse) for arguments in the order of the op's schema, by the right Function or op."""
     if _transformed():
         arguments = q, k, v, bias, mask, alibi, sinks, *rest
-        if onlookers.functorch_active() and not torch.is_grad_enabled():
+        if tracing.functorch_active() and not torch.is_grad_enabled():
             return _unrecorded(arguments)
         return autograd.Attention.apply(*arguments)
     needs = outputs.needed(q, k, v, bias, sinks) if torch.is_grad_enabled() else 0
-    if onlookers.kept() or (needs and onlookers.compiling()):
+    if tracing.recording_graph() or (needs and tracing.compiling()):
         return ops.differentiable(q, k, v, bias, mask, alibi, sinks, *rest)
     if mps_attention.asks(q):
         made = mps_attention.instead(with_lse, needs, q, k, v, bias, mask, alibi, sinks, *rest)
@@ -287,7 +288,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], causal: bool
     `_general` does, or says what is wrong. Only the questions that those ops would not notice
     themselves."""
     if (not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and q.dim() == 4)
-            or not (scale is None or type(scale) is float) or any_onlooker()):
+            or not (scale is None or type(scale) is float) or observed()):
         return None
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return autograd.record_plain(q, k, v, scale, causal, gqa)

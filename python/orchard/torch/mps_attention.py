@@ -19,7 +19,7 @@ from typing import Any, Mapping, Optional, Tuple
 import torch
 
 from . import explicit, mps
-from .onlookers import TRACED, compiling
+from .tracing import TRACED, compiling
 from .operands import TENSORS
 from .outputs import GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, new_gradients, new_outputs
 

@@ -7,7 +7,7 @@
 
 Two functions are registered. `mask` (masks.py) is called once per forward and kind of layer, and
 says in as few numbers as possible who sees whom; `attention` (calls.py) is called by every layer
-and understands it. What they say to each other is in forms.py.
+and understands it. mask_encoding.py holds the masks that one hands to the other.
 """
 
 from .. import torch as _torch  # first: it says so where torch is absent or too old

@@ -8,8 +8,8 @@ import torch
 
 from .. import torch as orchard_torch
 from .._library import ArgumentError, UnsupportedError
-from .forms import is_description, no_values, read
-from .listening import listening, record
+from .call_recorder import record_call, recording
+from .mask_encoding import decode, is_encoded, no_values
 
 Tensor = torch.Tensor
 
@@ -29,10 +29,10 @@ def _options(attention_mask: Optional[Tensor], batch: int, length: int,
         raise ArgumentError(f"orchard.transformers: attention_mask has {attention_mask.dim()} "
                             'dimensions, must have 4 as all masks that are made for "orchard"; '
                             "pass it to the model, not to the attention")
-    if not is_description(attention_mask):
+    if not is_encoded(attention_mask):
         return {"attn_mask": attention_mask}
     found: Dict[str, Any] = {"causal_alignment": "bottom_right"}
-    said, window = read(attention_mask, keys)
+    said, window = decode(attention_mask, keys)
     if window > 0:
         found["window"] = (window - 1, -1)
     if said.dtype == torch.int32 and said.shape[1] > 1:
@@ -40,8 +40,8 @@ def _options(attention_mask: Optional[Tensor], batch: int, length: int,
         found["max_seqlen_q"] = found["max_seqlen_k"] = length
         return found
     if said.shape[0] != batch:
-        raise UnsupportedError(f"orchard.transformers: a mask for {said.shape[0]} messages with "
-                               f"{batch} of them: attention_mask has not a row for each, or this "
+        raise UnsupportedError(f"orchard.transformers: a mask for {said.shape[0]} sequences, the "
+                               f"batch has {batch}: attention_mask needs a row for each, or this "
                                'model changes its masks, use "eager" or "sdpa"')
     if said.dtype == torch.uint8:
         found["crop"] = said.shape[1]
@@ -145,7 +145,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
     length, keys = query.shape[2], key.shape[2]
     options = _options(attention_mask, query.shape[0], length, keys)
     if attention_mask is not None:
-        causal = is_description(attention_mask)
+        causal = is_encoded(attention_mask)
     else:
         causal = _causal_without_mask(module) if is_causal is None else is_causal
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
@@ -178,8 +178,9 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         call = (query, key, value)
     out = orchard_torch.scaled_dot_product_attention(
         *call, given, dropout, causal, scaling, query.shape[1] != key.shape[1], **options)
-    if listening():
-        record(module, query, key, attention_mask, _path({**options, "attn_mask": given}, causal))
+    if recording():
+        record_call(module, query, key, attention_mask,
+                    _path({**options, "attn_mask": given}, causal))
     if "cu_seqlens_q" in options:
         return out.view(query.shape[0], length, *out.shape[1:]), None
     return out.transpose(1, 2).contiguous(), None

@@ -11,9 +11,9 @@ import torch
 from .. import switch
 from .._library import ArgumentError, OrchardError
 from .._locks import ProcessLock
+from .call_recorder import Call, record_calls
 from .interfaces import NAME, Cache, PreTrainedConfig
-from .listening import Call, listen
-from .stance import compile_off
+from .no_compile import compile_off
 
 Tensor = torch.Tensor
 
@@ -56,16 +56,16 @@ def _unchanged(model: Any) -> Iterator[None]:
 def _calls(model: Any, inputs: Dict[str, Any]) -> List[Call]:
     # A forward appends to caches.
     inputs = {name: copy.deepcopy(x) if isinstance(x, Cache) else x for name, x in inputs.items()}
-    # Compiled calls would be unheard.
-    with _unchanged(model), torch.no_grad(), compile_off(), listen() as calls:
+    # Compiled calls would not be recorded.
+    with _unchanged(model), torch.no_grad(), compile_off(), record_calls() as calls:
         model.eval()(**inputs)
         return calls
 
 
-def _silent(name: str, module: torch.nn.Module, heard: set) -> Optional[str]:
-    """Why a module that looks like attention never called us; None for other modules."""
+def _why_not_called(name: str, module: torch.nn.Module, called: set) -> Optional[str]:
+    """Why a module that looks like attention never called Orchard; None for other modules."""
     if not type(module).__name__.endswith("Attention") or any(
-            name == other or other.startswith(name + ".") for other in heard):
+            name == other or other.startswith(name + ".") for other in called):
         return None
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if chosen is None:
@@ -101,7 +101,7 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
     """Prints, layer by layer, how each attention is computed and why; returns the lines.
 
     Runs the model forward without gradients: on `inputs` (input_ids=..., attention_mask=...), or on
-    two messages of 16 tokens without padding, padded on the right, padded on the left.
+    two sequences of 16 tokens without padding, padded on the right, padded on the left.
     """
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise ArgumentError(f"orchard.transformers: doctor is given a {type(model).__name__}, must "
@@ -116,12 +116,12 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
         if inputs or isinstance(why, OrchardError):
             raise
         raise ArgumentError(f"orchard.transformers: {type(model).__name__} does not take doctor's "
-                            f"own inputs, two messages of 16 tokens ({why}); pass yours: "
+                            f"own inputs, two sequences of 16 tokens ({why}); pass yours: "
                             "doctor(model, input_ids=..., ...)") from why
     names = {module: name for name, module in model.named_modules()}
     layers: Dict[torch.nn.Module, Dict[str, List[Call]]] = {}
-    for probe, heard in calls.items():
-        for call in heard:
+    for probe, found in calls.items():
+        for call in found:
             layers.setdefault(call.module, {}).setdefault(probe, []).append(call)
             names.setdefault(call.module, f"a hidden {type(call.module).__name__}")
     switched = _switched(counted)
@@ -136,13 +136,13 @@ def doctor(model: Any, **inputs: Any) -> List[str]:
         if module in layers:
             first = next(iter(layers[module].values()))[0]
             lines.append(f"{name}  q {list(first.query)}  k {list(first.key)}")
-            for probe, heard in layers[module].items():
-                for call in heard:
-                    why = f"  ({call.why})" if call.why else ""
+            for probe, found in layers[module].items():
+                for call in found:
+                    why = f"  ({call.reason})" if call.reason else ""
                     lines.append(f"  {probe:<{width}}  {call.backend}: {call.path}{why}")
         else:
-            silent = _silent(name, module, {names[one] for one in layers})
-            if silent is not None:
-                lines.append(f"{name}  {silent}")
+            reason = _why_not_called(name, module, {names[one] for one in layers})
+            if reason is not None:
+                lines.append(f"{name}  {reason}")
     print("\n".join(lines))
     return lines

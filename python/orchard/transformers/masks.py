@@ -12,11 +12,11 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 
 from .._library import ArgumentError
-from ..torch import onlookers
-from .forms import describe, no_values
+from ..torch import tracing
+from .call_recorder import with_reason
 from .interfaces import (PreTrainedModel, and_masks, bidirectional_mask_function,
                          causal_mask_function, eager_mask, is_tracing, sdpa_mask)
-from .listening import made
+from .mask_encoding import encode, no_values
 
 Tensor = torch.Tensor
 
@@ -57,7 +57,7 @@ def _packed(mask_function: Any, window: int) -> Optional[Tensor]:
 
 def _mapped(tensor: Optional[Tensor]) -> bool:
     """Whether torch.func.vmap goes over it: its values are several then."""
-    if onlookers.compiling() or not onlookers.functorch_active():
+    if tracing.compiling() or not tracing.functorch_active():
         return False
     inside = torch._C._functorch
     while tensor is not None and inside.is_functorch_wrapped_tensor(tensor):
@@ -74,7 +74,7 @@ def _boundaries(sequence: Tensor, window: int) -> Tensor:
     begins = torch.cat([first, sequence[:, 1:] != sequence[:, :-1]], dim=1).flatten()
     ends = torch.tensor([batch * length], device=sequence.device)
     starts = torch.cat([begins.nonzero()[:, 0], ends]).to(torch.int32)
-    return describe(starts[None], length, window)
+    return encode(starts[None], length, window)
 
 
 def _resized(keys: Tensor, width: int) -> Tensor:
@@ -93,20 +93,20 @@ def _key_mask(keys: Tensor, q_length: int, kv_length: int, window: int,
               config: Any) -> Optional[Tensor]:
     """The shortest form for causal attention to the keys that count, keys [B, width] bool."""
     exact = keys.shape[1] == kv_length
-    form = describe(keys.view(torch.uint8), kv_length, window)
+    form = encode(keys.view(torch.uint8), kv_length, window)
     if no_values(keys):
-        return made(form, "padding, if any, is not known yet")
+        return with_reason(form, "padding, if any, is not known yet")
     whole, right = torch.stack([keys.all(), (keys[:, :-1] >= keys[:, 1:]).all()]).tolist()
     if whole and exact and window == 0 and _may_be_left_out(q_length, kv_length, config):
         return None
     if exact and (whole or (right and q_length == kv_length)):
-        return made(describe(keys.sum(1, dtype=torch.int32)[:, None], kv_length, window),
-                    "no token is padding" if whole else "all padding is on the right")
-    return made(form, "there is padding on the left or between" if not whole else
-                "the cache holds more keys than there are tokens")
+        return with_reason(encode(keys.sum(1, dtype=torch.int32)[:, None], kv_length, window),
+                           "no token is padding" if whole else "all padding is on the right")
+    return with_reason(form, "there is padding on the left or between" if not whole else
+                       "the cache holds more keys than there are tokens")
 
 
-def _vouched(module: Any, config_class: type) -> Optional[bool]:
+def _follows_interface(module: Any, config_class: type) -> Optional[bool]:
     """Whether some model of this module, of this very configuration if it has one (Gemma 4's audio
     tower is not as its text model), is said to follow the attention interface; None: it makes no
     masks by Transformers' functions."""
@@ -133,7 +133,7 @@ def _changes_masks(module: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=None)
-def _unsure(config_class: type) -> str:
+def _why_not_sure(config_class: type) -> str:
     """Why only the mask of "eager" is sure to be understood by the models of a configuration; "" if
     ours is. Transformers asks whether a model follows the interface only in
     set_attn_implementation, not while it is made or loaded."""
@@ -143,7 +143,7 @@ def _unsure(config_class: type) -> str:
             continue
         modules = [module for name, module in list(sys.modules.items())
                    if name.startswith(package + ".modeling_")]
-        found = [_vouched(module, one) for module in modules]
+        found = [_follows_interface(module, one) for module in modules]
         if False in found:
             warnings.warn(f"orchard.transformers: Transformers does not say that the models of "
                           f"{one.__name__} follow its attention interface: they get the masks of "
@@ -159,11 +159,11 @@ def _unsure(config_class: type) -> str:
 # torch.compile looks into functions that have a cache. The answer depends on nothing but the class.
 @torch.compiler.assume_constant_result
 def _why_eager(config_class: type) -> str:
-    return _unsure(config_class)
+    return _why_not_sure(config_class)
 
 
 def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
-    """Transformers' mask interface: one of the forms of forms.py, the smallest that says enough."""
+    """Transformers' mask interface: the smallest form of mask_encoding.py that says enough."""
     given = kwargs.get("attention_mask")
     if given is not None and given.dim() != 2:  # those of 4 dimensions are the caller's own
         raise ArgumentError(f"orchard.transformers: attention_mask has {given.dim()} dimensions, "
@@ -171,13 +171,14 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> Optional[Tensor]:
     why_eager = "" if config is None else _why_eager(type(config))
     if why_eager:
         # Never None: some of these encoders do not say is_causal=False.
-        return made(eager_mask(*args, **{**kwargs, "config": config,
-                                         "allow_is_bidirectional_skip": False}), why_eager)
+        return with_reason(eager_mask(*args, **{**kwargs, "config": config,
+                                                "allow_is_bidirectional_skip": False}), why_eager)
     if torch.jit.is_tracing() or _mapped(given):
         # A trace would keep what its example's lengths and padding said; vmap has one per sample.
-        return made(sdpa_mask(*args, **{**kwargs, "config": config, "allow_is_causal_skip": False,
-                                        "allow_is_bidirectional_skip": False}),
-                    "a trace or vmap is under way")
+        return with_reason(sdpa_mask(*args, **{**kwargs, "config": config,
+                                               "allow_is_causal_skip": False,
+                                               "allow_is_bidirectional_skip": False}),
+                           "a trace or vmap is under way")
     return _mask(*args, config=config, **kwargs)
 
 
@@ -186,35 +187,36 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
           local_size: Optional[int] = None, allow_is_causal_skip: bool = True,
           allow_is_bidirectional_skip: bool = False, config: Any = None, device: Any = "cpu",
           **kwargs: Any) -> Optional[Tensor]:
-    untold = no_values(attention_mask) or (isinstance(q_offset, Tensor) and is_tracing(q_offset))
+    unknown_values = no_values(attention_mask) or (
+        isinstance(q_offset, Tensor) and is_tracing(q_offset))
     window = 0
     # Other overlays than the sliding window have a local size too.
     causal = allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None
     if local_size is not None:
         causal = causal and local_size == getattr(config, "sliding_window", None)
-        if untold or local_size < kv_length:  # a graph for any length must not ask
+        if unknown_values or local_size < kv_length:  # a graph for any length must not ask
             window = local_size
-    if not untold and attention_mask is None and kv_length == q_length:
+    if not unknown_values and attention_mask is None and kv_length == q_length:
         sequence = _packed(mask_function, local_size or 0)
         if sequence is not None:
-            return made(_boundaries(sequence, window),
-                        "position_ids start anew: packed sequences")
+            return with_reason(_boundaries(sequence, window),
+                               "position_ids start anew: packed sequences")
     known = q_offset + q_length - kv_offset  # keys up to the last query: a tensor in static caches
-    if isinstance(known, Tensor) and not untold:
+    if isinstance(known, Tensor) and not unknown_values:
         known = int(known)
     if causal and attention_mask is None:
         if (not isinstance(known, Tensor) and known == kv_length and window == 0
                 and _may_be_left_out(q_length, kv_length, config)):
             return None
         lengths = torch.as_tensor(known, device=device).to(torch.int32).reshape(1, 1)
-        return made(describe(lengths.expand(batch_size, 1), kv_length, window),
-                    "no attention_mask was given" if kv_length == q_length else
-                    "the cache holds more keys than there are tokens")
+        return with_reason(encode(lengths.expand(batch_size, 1), kv_length, window),
+                           "no attention_mask was given" if kv_length == q_length else
+                           "the cache holds more keys than there are tokens")
     if causal and isinstance(known, Tensor):  # where the queries stand is not known yet
         keys = _resized(attention_mask[:, kv_offset:], kv_length).to(torch.int64)
         lengths = known.to(torch.int64).reshape(1, 1).expand(batch_size, 1)
-        return made(describe(torch.cat([lengths, keys], dim=1), kv_length, window),
-                    "where the tokens stand in the cache is not known yet")
+        return with_reason(encode(torch.cat([lengths, keys], dim=1), kv_length, window),
+                           "where the tokens stand in the cache is not known yet")
     if causal and known <= kv_length:
         return _key_mask(_resized(attention_mask[:, kv_offset:], known), q_length, kv_length,
                          window, config)
@@ -222,14 +224,14 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         if attention_mask is None:
             return None
         if attention_mask.shape[1] == kv_length:
-            if not untold and bool(attention_mask.all()):
+            if not unknown_values and bool(attention_mask.all()):
                 return None
-            return made(attention_mask[:, None, None, :], "padding")
+            return with_reason(attention_mask[:, None, None, :], "padding")
     form = sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length,
                      q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
                      attention_mask=attention_mask, local_size=local_size,
                      allow_is_causal_skip=False,
                      allow_is_bidirectional_skip=allow_is_bidirectional_skip, device=device,
                      **kwargs)
-    return made(form, "a cache of fixed size, one token at a time" if q_length == 1 else
-                "this model's mask is not causal, window or padding alone")
+    return with_reason(form, "a cache of fixed size, one token at a time" if q_length == 1 else
+                       "this model's mask is not causal, window or padding alone")

@@ -1,8 +1,8 @@
-"""Who looks on while a call is made: compilers, modes, transforms. Questions to torch, some by
-names that are private and may be absent: the answer is then the one that is right for all, if slow.
+"""What is active around a call: compilers, exporters, modes, autocast, transforms of torch.func.
 
-They are called by names of their own, since after a large computation every lookup in a module is a
-cache miss.
+Some of torch's names are private and may be absent: then the answer is the one that is always
+right, if slow. The functions are bound to names of this module, because after a large computation
+every lookup in another module is a cache miss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 # Not is_compiling(), which says yes in every thread while one of them compiles.
 compiling = torch.compiler.is_dynamo_compiling
-exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # for all threads, alas
+exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # True in every thread
 functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
@@ -26,9 +26,9 @@ _tracing_state = getattr(torch._C, "_get_tracing_state", lambda: True)  # of tor
 TRACED = (FakeTensor, FunctionalTensor)
 
 
-def kept() -> bool:
-    """Whether the ops of this call are kept as a program, by torch.export or torch.jit.trace, which
-    may be run where gradients are wanted although none are now."""
+def recording_graph() -> bool:
+    """Whether torch.export or torch.jit.trace records the ops of this call as a program, which may
+    be run where gradients are wanted although none are now."""
     return exporting() or _tracing_state() is not None
 
 
@@ -58,8 +58,8 @@ def dual(*values: Any) -> bool:
 
 
 def innermost_is_jvp() -> bool:
-    """Whether the transform of torch.func that sees a call first is jvp; below autograd `dual` does
-    not see what that one hides."""
+    """Whether the transform of torch.func that gets a call first is jvp. It hides derivatives from
+    `dual` below autograd."""
     if not functorch_active():
         return False
     return str(torch._C._functorch.peek_interpreter_stack().key()).endswith("Jvp")
@@ -70,13 +70,13 @@ def tangents(*tensors: Optional[torch.Tensor]) -> bool:
     return functorch_active() or dual(*tensors)
 
 
-def any_onlooker() -> bool:
-    """Whether anybody would see, or change, which ops a call takes."""
-    return compiling() or any_autocast() or onlooker_of_engine()
+def observed() -> bool:
+    """Whether anything active would see, or change, which ops a call runs."""
+    return compiling() or any_autocast() or observed_in_backward()
 
 
-def onlooker_of_engine() -> bool:
-    """The same of a backward that autograd's engine runs: compilers do not let it, and autocast has
-    no say in gradients."""
+def observed_in_backward() -> bool:
+    """The same for a backward that autograd's engine runs: compilers do not run it, and autocast
+    does not apply to gradients."""
     return bool(functorch_active() or dispatch_modes() or function_modes()
                 or _tracing_state() is not None or forward_ad._current_level >= 0)

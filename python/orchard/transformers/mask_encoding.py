@@ -18,10 +18,10 @@ shape.
 
 Only the last form can cost memory of T x S: where a model's mask is none of the others; where a
 trace, vmap or a compiler without a mask to look at leaves no choice; where the model changes masks
-(DeepSeek-V4); and where Transformers does not vouch for it: some compute attention themselves with
-the mask they get (BLOOM, MPNet), some decoders say is_causal=False (NLLB-MoE). The last two kinds
-get the mask of "eager". (`attention` itself makes such masks of keys that an indexer chose, and of
-packed sequences with a position bias.)
+(DeepSeek-V4); and where Transformers does not say that the model follows its interface: some
+compute attention themselves with the mask they get (BLOOM, MPNet), some decoders say
+is_causal=False (NLLB-MoE). The last two kinds get the mask of "eager". (`attention` itself makes
+such masks of keys that an indexer chose, and of packed sequences with a position bias.)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SHIFTS = (0, _BITS, 2 * _BITS, 3 * _BITS)
 _END = len(_SHIFTS) + 1
 
 
-def describe(numbers: Tensor, keys: int, window: int) -> Tensor:
+def encode(numbers: Tensor, keys: int, window: int) -> Tensor:
     """[B,N] numbers as one of the four forms that describe a mask for so many keys."""
     end = torch.tensor([window >> shift & (1 << _BITS) - 1 for shift in _SHIFTS] + [_MARK],
                        dtype=numbers.dtype, device=numbers.device)
@@ -59,8 +59,8 @@ def describe(numbers: Tensor, keys: int, window: int) -> Tensor:
     return longer[:, :row.shape[1], None, None].expand(-1, -1, 1, 2 + window)
 
 
-def read(description: Tensor, keys: int) -> Tuple[Tensor, int]:
-    """The numbers [B,N] and the window of a description, which must be as `describe` made it,
+def decode(description: Tensor, keys: int) -> Tuple[Tensor, int]:
+    """The numbers [B,N] and the window of a description, which must be as `encode` made it,
     or a copy of that."""
     _, length, queries, columns = description.shape
     window = columns - 2
@@ -90,6 +90,6 @@ def read(description: Tensor, keys: int) -> Tuple[Tensor, int]:
     return row[:, :-_END], window
 
 
-def is_description(attention_mask: Tensor) -> bool:
+def is_encoded(attention_mask: Tensor) -> bool:
     """Whether a mask is one of the middle four forms."""
     return attention_mask.dtype in (torch.int32, torch.uint8, torch.int64)

@@ -10,8 +10,8 @@ import torch
 
 
 class _Stance:
-    """To the thread that made it "force_eager", until it is over; to all others, and afterwards,
-    the stance that was before. Who found this one and puts it back later changes nothing so."""
+    """For the thread that made it "force_eager", while its block runs; otherwise the stance before
+    it. So another thread that saved this one may put it back later and changes nothing."""
 
     def __init__(self, before: Any) -> None:
         self.before, self.thread = before, threading.get_ident()
@@ -40,5 +40,5 @@ def compile_off() -> Iterator[None]:
         yield
     finally:
         mine.thread = 0
-        if eval_frame._stance is mine:  # else another's, whose end it is to come
+        if eval_frame._stance is mine:  # else another block has set its own and will put it back
             put(mine.before)

@@ -7,9 +7,9 @@ log-sum-exp or a gradient, is right if
 
 where P is the same explicit formula in the tensors' own dtype (float16 and bfloat16: float32 steps,
 the results rounded), the worst of the ways in which a plain implementation may order it. Errors are
-told in units of this bar: up to 1.0 passes. Where terms of a sum cancel, P may be exact by luck; an
-answer beyond the bar is measured again with R added to it, which is what half an ulp of each term
-comes to (formula.roundings).
+given in units of this bar: up to 1.0 passes. Where terms of a sum cancel, P may be exact by luck;
+an answer beyond the bar is measured again with R added to it, which is what half an ulp of each
+term comes to (formula.roundings).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from . import formula
 from .problem import Inputs, Problem, build
 
 PASSES, WRONG, RAISES, ABSENT = "passes", "wrong", "raises", "not offered"
-HEAVY, CRASHES, HANGS, UNSEEN = "too heavy", "crashes", "hangs", "not measured"
+HEAVY, CRASHES, HANGS, NOT_MEASURED = "too heavy", "crashes", "hangs", "not measured"
 
 # From best to worst: a case of several problems has the worst of their verdicts.
-ORDER = (PASSES, UNSEEN, ABSENT, HEAVY, RAISES, WRONG, HANGS, CRASHES)
+ORDER = (PASSES, NOT_MEASURED, ABSENT, HEAVY, RAISES, WRONG, HANGS, CRASHES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Verdict:
         return other if (other.bars or 0.0) > (self.bars or 0.0) else self
 
 
-NO_FLOAT64 = Verdict(UNSEEN, detail="judged in float64, which the device does not have")
+NO_FLOAT64 = Verdict(NOT_MEASURED, detail="checked in float64, which the device does not have")
 
 
 class Wrong(Exception):
     """An answer that no error bar is needed for: a wrong shape, a missing gradient."""
 
 
-def judge(target: Callable, problem: Problem, device: str = "cpu",
+def check(target: Callable, problem: Problem, device: str = "cpu",
           reference: Optional[Reference] = None) -> Verdict:
     """One problem put to one target; `reference` where it is known already."""
     inputs = build(problem, device)
@@ -145,7 +145,7 @@ class Reference:
 
 @contextlib.contextmanager
 def one_thread():
-    """The judge's small products: waiting for other threads would take longer than the work."""
+    """The reference's small products: waiting for other threads would take longer than the work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,0 +1,111 @@
+/* Rows of core/rows.h as dense reals, for kernels that are compiled once per instruction set.
+ *
+ * A sum over a row has 4 * VW lanes: element c goes to lane c % (4 * VW), lanes are added in a fixed
+ * tree. So the order of a sum follows from the number of columns alone. */
+#ifndef ORCH_SIMD_ROWS_H
+#define ORCH_SIMD_ROWS_H
+
+#include "core/rows.h"
+#include "simd/pack.h"
+
+#define ROW_STEP (4 * VW)
+
+/* The first n < VW lanes; the others are `fill`. */
+ORCH_INLINE v_real v_load_part(const real *p, int64_t n, real fill)
+{
+    real lanes[VW];
+    for (int i = 0; i < VW; i++) {
+        lanes[i] = i < n ? p[i] : fill;
+    }
+    return v_load(lanes);
+}
+
+ORCH_INLINE void v_store_part(real *p, v_real a, int64_t n)
+{
+    real lanes[VW];
+    v_store(lanes, a);
+    for (int i = 0; i < n; i++) {
+        p[i] = lanes[i];
+    }
+}
+
+/* Whether rows of the operand are dense reals already. */
+ORCH_INLINE bool row_is_direct(const orch_rows *rows, int32_t operand)
+{
+    const orch_rows_operand *of = &rows->of[operand];
+    const bool same = sizeof(real) == 8 ? of->dtype == ORCHARD_F64 : of->dtype == ORCHARD_F32;
+    return same && rows->column_dims <= 1 && (of->column[0] == 1 || rows->columns <= 1);
+}
+
+ORCH_INLINE char *row_address(const orch_rows *rows, int32_t operand, int64_t row)
+{
+    const orch_rows_operand *of = &rows->of[operand];
+    return of->data + orch_rows_row(rows, operand, row) * (int64_t)orchard_dtype_size(of->dtype);
+}
+
+/* Columns [from, from + count) of a row: where they are, or copied to `buffer`. */
+static inline const real *row_read(const orch_rows *rows, int32_t operand, int64_t row,
+                                   int64_t from, int64_t count, real *buffer)
+{
+    const orch_rows_operand *of = &rows->of[operand];
+    const int64_t size = (int64_t)orchard_dtype_size(of->dtype);
+    char *at = row_address(rows, operand, row);
+    if (row_is_direct(rows, operand)) {
+        return (const real *)at + from;
+    }
+    if (rows->column_dims <= 1) {
+        copy_rows(buffer, count, at + from * of->column[0] * size, of->dtype, 0, of->column[0], 1,
+                  count);
+        return buffer;
+    }
+    for (int64_t c = 0; c < count; c++) {
+        buffer[c] = load_real(at + orch_rows_column(rows, operand, from + c) * size, of->dtype);
+    }
+    return buffer;
+}
+
+/* Where to write columns of a row: in place, or `buffer`, which row_written then brings home.
+ * NaNs must be canonical (v_canonical) before they are written. */
+static inline real *row_target(const orch_rows *rows, int32_t operand, int64_t row, int64_t from,
+                               real *buffer)
+{
+    return row_is_direct(rows, operand) ? (real *)row_address(rows, operand, row) + from : buffer;
+}
+
+static inline void row_written(const orch_rows *rows, int32_t operand, int64_t row, int64_t from,
+                               int64_t count, const real *values)
+{
+    const orch_rows_operand *of = &rows->of[operand];
+    const int64_t size = (int64_t)orchard_dtype_size(of->dtype);
+    char *at = row_address(rows, operand, row);
+    if (row_is_direct(rows, operand)) {
+        return;
+    }
+    if (rows->column_dims <= 1) {
+        store_row(at + from * of->column[0] * size, of->dtype, of->column[0], values, count);
+        return;
+    }
+    for (int64_t c = 0; c < count; c++) {
+        store_row(at + orch_rows_column(rows, operand, from + c) * size, of->dtype, 1, values + c,
+                  1);
+    }
+}
+
+/* The one number of an operand without columns. */
+ORCH_INLINE real row_number(const orch_rows *rows, int32_t operand, int64_t row)
+{
+    return load_real(row_address(rows, operand, row), rows->of[operand].dtype);
+}
+
+ORCH_INLINE void row_set_number(const orch_rows *rows, int32_t operand, int64_t row, real value)
+{
+    store_row(row_address(rows, operand, row), rows->of[operand].dtype, 1, &value, 1);
+}
+
+/* Four vectors of partial sums, added up. */
+ORCH_INLINE real row_total(const v_real sum[4])
+{
+    return v_sum(v_add(v_add(sum[0], sum[2]), v_add(sum[1], sum[3])));
+}
+
+#endif

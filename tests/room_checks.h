@@ -1,0 +1,397 @@
+/* What every operation must do beside computing right values, from its description alone. */
+#ifndef ORCHARD_TESTS_ROOM_CHECKS_H
+#define ORCHARD_TESTS_ROOM_CHECKS_H
+
+#include <stdarg.h>
+#include <unistd.h>
+
+#include <orchard/record.h>
+
+#include "explained.h"
+#include "room_call.h"
+
+/* One run of a case, for messages. */
+typedef struct room_place_of {
+    const char *line;
+    orchard_dtype dtype;
+    room_layout layout;
+} room_place_of;
+
+__attribute__((format(printf, 2, 3))) static inline void room_fail(const room_place_of *at,
+                                                                   const char *format, ...)
+{
+    char text[400];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    CHECK_FAIL("%s [%s, layout %d]: %s", at->line, orchard_dtype_name(at->dtype), (int)at->layout,
+               text);
+}
+
+#define room_expect(condition, at, ...) \
+    do {                                \
+        if (condition) {                \
+            check_passed++;             \
+        } else {                        \
+            room_fail(at, __VA_ARGS__); \
+        }                               \
+    } while (0)
+
+static inline orchard_ctx *room_context(const char *backend, const char *cpu, int32_t threads)
+{
+    orchard_ctx *ctx;
+    const orchard_ctx_opts opts = {.backend = backend, .cpu = cpu, .threads = threads};
+    if (orchard_ctx_create(&ctx, &opts)) {
+        fprintf(stderr, "%s\n", orchard_last_error());
+        exit(1);
+    }
+    return ctx;
+}
+
+/* A call that is ready to run. */
+static inline bool room_ready(room_call *c, orchard_ctx *ref, const room_place_of *at,
+                              uint64_t seed)
+{
+    if (!room_make(c, ref, at->line, at->dtype, at->layout, seed)) {
+        return false;
+    }
+    if (!room_fill_from_forward(ref, c, seed)) {
+        room_free(c);
+        return false;
+    }
+    room_remember(c);
+    return true;
+}
+
+/* ---- Refusals -------------------------------------------------------------------------------- */
+
+/* The call must be refused with the status and the words, and must not have written anything. */
+static inline void room_refused(room_call *c, orchard_ctx *ctx, const room_place_of *at,
+                                orchard_status expected, const char *words)
+{
+    const orchard_status status = orch_dispatch(ctx, c->op, c->text.args);
+    room_expect(status == expected, at, "status %d, expected %d: %s", (int)status, (int)expected,
+                orchard_last_error());
+    room_expect(strncmp(orchard_last_error(), c->op->name, strlen(c->op->name)) == 0 &&
+                    strstr(orchard_last_error(), words),
+                at, "\"%s\" does not say \"%s\"", orchard_last_error(), words);
+    room_expect(room_untouched(c, true), at, "a refused call wrote something");
+}
+
+/* Whatever is wrong with one operand is refused, and its name told. */
+static inline void check_misuse_of(room_call *c, orchard_ctx *ctx, const room_place_of *at,
+                                   int32_t n)
+{
+    const orchard_operand_info *info = &c->op->operands[n];
+    orchard_tensor *tensor = orch_op_tensor(c->op, c->text.args, n);
+    const orchard_tensor good = *tensor;
+    char words[64];
+    snprintf(words, sizeof words, ": %s ", info->name);
+    if (!info->optional) {
+        *tensor = (orchard_tensor){0};
+        room_refused(c, ctx, at, ORCHARD_ERROR_ARGUMENT, "is missing");
+    }
+    *tensor = good;
+    tensor->rank = 9;
+    room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, words);
+    *tensor = good;
+    tensor->dtype = (orchard_dtype)99;
+    room_refused(c, ctx, at, ORCHARD_ERROR_DTYPE, words);
+    tensor->dtype = ORCHARD_I16;
+    room_refused(c, ctx, at, ORCHARD_ERROR_DTYPE, words);
+    *tensor = good;
+    if (good.rank && orch_tensor_extent(&good)) {
+        tensor->data = (char *)good.data + 1;
+        if (orchard_dtype_size(good.dtype) > 1) {
+            room_refused(c, ctx, at, ORCHARD_ERROR_LAYOUT, words);
+        }
+        tensor->data = NULL;
+        room_refused(c, ctx, at, ORCHARD_ERROR_ARGUMENT, words);
+        *tensor = good;
+        tensor->stride[good.rank - 1] = -1;
+        room_refused(c, ctx, at, ORCHARD_ERROR_LAYOUT, words);
+        *tensor = good;
+        tensor->size[good.rank - 1] = -1;
+        room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, words);
+    }
+    *tensor = good;
+}
+
+static inline void check_misuse(const room_place_of *at, orchard_ctx *ref)
+{
+    room_call c;
+    if (!room_ready(&c, ref, at, 1)) {
+        return;
+    }
+    for (int32_t n = 0; n < c.op->operand_count; n++) {
+        if (orch_tensor_present(orch_op_tensor(c.op, c.text.args, n)) && c.op->operands[n].shape) {
+            check_misuse_of(&c, ref, at, n);
+        }
+    }
+    for (int32_t n = 0; n < c.op->option_count; n++) {
+        const orchard_option_info *option = &c.op->options[n];
+        void *field = c.text.args + option->offset;
+        unsigned char good[8];
+        memcpy(good, field, sizeof good);
+        if (option->low == 0 && option->high == 0) {
+            continue;
+        }
+        if (option->kind == ORCHARD_OPTION_F64) {
+            *(double *)field = NAN;
+            room_refused(&c, ref, at, ORCHARD_ERROR_ARGUMENT, option->name);
+            *(double *)field = option->high * 2 + 1;
+        } else if (option->kind == ORCHARD_OPTION_I32) {
+            *(int32_t *)field = (int32_t)option->high + 1;
+        } else {
+            *(int64_t *)field = (int64_t)option->high + 1;
+        }
+        room_refused(&c, ref, at, ORCHARD_ERROR_ARGUMENT, option->name);
+        memcpy(field, good, sizeof good);
+    }
+    room_free(&c);
+}
+
+/* An output may lie on no other operand, unless the description lets it be that one. */
+static inline void check_overlap(const room_place_of *at, orchard_ctx *ref)
+{
+    room_call c;
+    if (!room_ready(&c, ref, at, 1)) {
+        return;
+    }
+    for (int32_t n = 0; n < c.op->operand_count; n++) {
+        orchard_tensor *out = orch_op_tensor(c.op, c.text.args, n);
+        const orchard_tensor good = *out;
+        for (int32_t k = 0; k < c.op->operand_count; k++) {
+            const orchard_tensor *other = orch_op_tensor(c.op, c.text.args, k);
+            const size_t element = orchard_dtype_size(good.dtype);
+            if (k == n || !orch_is_written(c.op->operands[n].role) || !orch_tensor_present(out) ||
+                !orch_tensor_extent(out) || !orch_tensor_extent(other) ||
+                other->data == out->data || orchard_dtype_size(other->dtype) % element) {
+                continue;
+            }
+            /* Its last element on the other's first. */
+            out->data = (char *)other->data - orch_tensor_extent(out) + element;
+            if (out->data == other->data && c.op->operands[n].in_place) {
+                *out = good; /* one element: the very same view, which may be allowed */
+                continue;
+            }
+            room_refused(&c, ref, at, ORCHARD_ERROR_LAYOUT, "overlaps");
+            *out = good;
+        }
+    }
+    room_free(&c);
+}
+
+/* ---- Splits ---------------------------------------------------------------------------------- */
+
+static inline void halve(room_call *c, bool second)
+{
+    for (int32_t n = 0; n < c->op->operand_count; n++) {
+        orchard_tensor *tensor = orch_op_tensor(c->op, c->text.args, n);
+        const char *shape = c->op->operands[n].shape;
+        if (orch_tensor_present(tensor) && shape && shape[0] == '*') {
+            const int64_t first = tensor->size[0] / 2;
+            tensor->data = (char *)tensor->data + (second ? (size_t)(first * tensor->stride[0]) *
+                                                                orchard_dtype_size(tensor->dtype)
+                                                          : 0);
+            tensor->size[0] = second ? tensor->size[0] - first : first;
+        }
+    }
+}
+
+/* Two calls with half of the leading dimension each give the bits of the one call, but for outputs
+ * that sum over it, which are left out. */
+static inline void check_split(const room_place_of *at, orchard_ctx *ref, orchard_ctx *ctx)
+{
+    room_call whole, parts;
+    if (!room_ready(&whole, ref, at, 1)) {
+        return;
+    }
+    bool splits = orch_op_option_value(whole.op, whole.text.args, "has_dim") == 0;
+    for (int32_t n = 0; n < whole.op->operand_count; n++) {
+        orchard_tensor *tensor = orch_op_tensor(whole.op, whole.text.args, n);
+        const orchard_operand_info *info = &whole.op->operands[n];
+        splits = splits && info->shape;
+        if (splits && orch_is_written(info->role) && info->shape[0] != '*') {
+            *tensor = (orchard_tensor){0};
+        } else if (splits && orch_tensor_present(tensor) && info->shape[0] == '*') {
+            splits = tensor->rank > 1 && tensor->size[0] > 1;
+        }
+    }
+    if (splits && room_ready(&parts, ref, at, 1)) {
+        memcpy(parts.text.args, whole.text.args, 0);
+        for (int32_t n = 0; n < parts.op->operand_count; n++) {
+            const orchard_operand_info *info = &parts.op->operands[n];
+            if (orch_is_written(info->role) && info->shape[0] != '*') {
+                *orch_op_tensor(parts.op, parts.text.args, n) = (orchard_tensor){0};
+            }
+        }
+        unsigned char all[ORCH_CALL_ARGS];
+        memcpy(all, parts.text.args, sizeof all);
+        CHECK_INT(orch_dispatch(ctx, whole.op, whole.text.args), ORCHARD_OK);
+        for (int second = 0; second < 2; second++) {
+            memcpy(parts.text.args, all, sizeof all);
+            halve(&parts, second);
+            const orchard_status status = orch_dispatch(ctx, parts.op, parts.text.args);
+            room_expect(!status, at, "half: %s", orchard_last_error());
+        }
+        memcpy(parts.text.args, all, sizeof all);
+        room_expect(room_bits(&parts) == room_bits(&whole), at, "two halves give other bits");
+        room_free(&parts);
+    }
+    room_free(&whole);
+}
+
+/* ---- Memory that runs out -------------------------------------------------------------------- */
+
+typedef struct room_allocator {
+    int64_t left; /* allocations until one fails; -1: none does */
+    int64_t living;
+} room_allocator;
+
+static inline void *room_alloc(void *user, void *ptr, size_t old_size, size_t new_size)
+{
+    room_allocator *a = user;
+    (void)old_size;
+    if (!new_size) {
+        a->living -= ptr != NULL;
+        free(ptr);
+        return NULL;
+    }
+    if (a->left == 0) {
+        return NULL;
+    }
+    a->left -= a->left > 0;
+    a->living += !ptr;
+    return realloc(ptr, new_size);
+}
+
+/* Whichever allocation fails, ref takes over with its own bits; nothing is left behind. */
+static inline void check_allocation(const room_place_of *at, orchard_ctx *ref)
+{
+    room_call c;
+    bool failed = true;
+    for (int64_t n = 0; failed && n < 200; n++) {
+        room_allocator a = {.left = -1};
+        orchard_ctx *ctx;
+        const orchard_ctx_opts opts = {
+            .backend = "cpu,ref", .threads = 2, .alloc = room_alloc, .alloc_user = &a};
+        if (!room_ready(&c, ref, at, 1)) {
+            return;
+        }
+        CHECK_INT(orchard_ctx_create(&ctx, &opts), ORCHARD_OK);
+        a.left = n;
+        const orchard_status status = orch_dispatch(ctx, c.op, c.text.args);
+        failed = a.left == 0;
+        room_expect(!status || status == ORCHARD_ERROR_MEMORY, at, "allocation %d: %s", (int)n,
+                    orchard_last_error());
+        room_expect(room_untouched(&c, status != ORCHARD_OK), at, "allocation %d", (int)n);
+        orchard_ctx_free(ctx);
+        room_expect(a.living == 0, at, "%d blocks are left", (int)a.living);
+        room_free(&c);
+    }
+    CHECK(!failed);
+}
+
+/* ---- Audit, record, explain ------------------------------------------------------------------ */
+
+static inline void room_tamper(const orch_call *call)
+{
+    for (int32_t n = 0; n < call->operand_count; n++) {
+        const orchard_tensor *tensor = call->operands[n].tensor;
+        if (orch_is_written(call->operands[n].role) && orch_tensor_present(tensor) &&
+            orch_tensor_extent(tensor)) {
+            orch_element_store(tensor->dtype, tensor->data, 0,
+                               orch_element_load(tensor->dtype, tensor->data, 0) * 1.5 + 1);
+            return;
+        }
+    }
+}
+
+/* A right call agrees, one whose first number was changed does not; strict makes that an error. */
+static inline void check_audit(const room_place_of *at, orchard_ctx *ref)
+{
+    setenv("ORCHARD_AUDIT", "1", 1);
+    for (int wrong = 0; wrong < 2; wrong++) {
+        room_call c;
+        orchard_ctx *ctx;
+        const orchard_ctx_opts opts = {.backend = "cpu", .threads = 2, .strict = 1};
+        if (!room_ready(&c, ref, at, 1)) {
+            break;
+        }
+        CHECK_INT(orchard_ctx_create(&ctx, &opts), ORCHARD_OK);
+        orch_audit_tamper = wrong ? room_tamper : NULL;
+        orchard_status status = orch_dispatch(ctx, c.op, c.text.args);
+        bool some = false;
+        for (int32_t n = 0; n < c.op->operand_count; n++) {
+            const orchard_tensor *out = orch_op_tensor(c.op, c.text.args, n);
+            some = some || (orch_is_written(c.op->operands[n].role) && orch_tensor_extent(out));
+        }
+        orch_audit_tamper = NULL;
+        const orchard_status expected = wrong && some ? ORCHARD_ERROR_INTERNAL : ORCHARD_OK;
+        room_expect(status == expected, at, "audit of a %s call: %d, %s", wrong ? "wrong" : "right",
+                    (int)status, orchard_last_error());
+        orchard_ctx_free(ctx);
+        room_free(&c);
+    }
+    unsetenv("ORCHARD_AUDIT");
+}
+
+/* A recorded call runs again with the same bits. */
+static inline void check_record(const room_place_of *at, orchard_ctx *ref, orchard_ctx *ctx)
+{
+    room_call c;
+    static orchard_replay_result result;
+    char path[64];
+    if (!room_ready(&c, ref, at, 1)) {
+        return;
+    }
+    snprintf(path, sizeof path, "/tmp/orchard-room-%ld.rec", (long)getpid());
+    unlink(path);
+    CHECK_INT(orch_dispatch(ctx, c.op, c.text.args), ORCHARD_OK);
+    bool in_place = false;
+    for (int i = 0; i < c.text.note_count; i++) {
+        in_place = in_place || *c.text.note[i].same_as;
+    }
+    orchard_status status = orchard_record_write(ctx, path, c.op->name, c.text.args);
+    status = status ? status : orchard_replay(ctx, path, &result);
+    room_expect(!status, at, "record: %s", orchard_last_error());
+    for (int32_t i = 0; i < result.output_count && !status && !in_place; i++) {
+        room_expect(result.output[i].differing == 0 && !(result.output[i].share > 1), at,
+                    "replay: %s differs in %d elements, share %g", result.output[i].name,
+                    (int)result.output[i].differing, result.output[i].share);
+    }
+    unlink(path);
+    room_free(&c);
+}
+
+/* Who explain says would run it is who report counts. */
+static inline void check_explain(const room_place_of *at, orchard_ctx *ref, orchard_ctx *ctx,
+                                 const char *takes)
+{
+    room_call c;
+    explained e;
+    if (!room_ready(&c, ref, at, 1)) {
+        return;
+    }
+    CHECK_INT(explained_ask(&e, ctx, c.op->name, c.text.args), ORCHARD_OK);
+    CHECK_INT(orch_dispatch(ctx, c.op, c.text.args), ORCHARD_OK);
+    explained_check(&e, takes, at->line);
+    room_free(&c);
+}
+
+/* All of them, on the CPU. */
+static inline void check_host(const room_place_of *at, orchard_ctx *ref)
+{
+    orchard_ctx *cpu = room_context("cpu,ref", NULL, 2);
+    check_misuse(at, ref);
+    check_overlap(at, ref);
+    check_allocation(at, ref);
+    check_audit(at, ref);
+    check_record(at, ref, cpu);
+    check_explain(at, ref, cpu, "cpu");
+    orchard_ctx_free(cpu);
+}
+
+#endif

@@ -1,0 +1,223 @@
+/* Every operation of every room, by the cases of src/<room>/<room>_cases.txt and the operations'
+ * own descriptions:
+ *
+ *   values    every dtype and layout against the same call in double on `ref`: within as many units
+ *             in the last place of the largest element as the description allows; nothing else was
+ *             written
+ *   bits      the same twice, with 1, 2 and 7 threads, on every instruction set, for split rows
+ *   gradient  in double, on `ref`: along a random direction, against finite differences of forward
+ *   overlap, misuse, allocation, audit, record: see room_checks.h
+ *
+ * On every instruction set, or with --backend NAME on that backend; --only TEXT runs the cases that
+ * hold the text, --orders runs Metal's threads in several orders. A case that fails prints its
+ * line, dtype and layout. */
+#include "room_checks.h"
+
+extern const char *const orch_cases[];
+
+static const orchard_dtype dtypes[] = {ORCHARD_F64, ORCHARD_F32, ORCHARD_F16, ORCHARD_BF16};
+static const char *only, *backend;
+static orchard_ctx *ref;
+
+/* ---- Values ---------------------------------------------------------------------------------- */
+
+static void check_values(const room_place_of *at, orchard_ctx *ctx)
+{
+    room_call c;
+    room_exact exact;
+    if (!room_ready(&c, ref, at, 1)) {
+        return;
+    }
+    room_exact_of(&exact, &c);
+    CHECK_INT(orch_dispatch(ref, exact.op, exact.args), ORCHARD_OK);
+    const orchard_status status = orch_dispatch(ctx, c.op, c.text.args);
+    if (status) {
+        room_fail(at, "%s", orchard_last_error());
+    } else {
+        room_expect(room_untouched(&c, false), at, "memory beside the outputs was written");
+    }
+    for (int32_t n = 0; n < c.op->operand_count && !status; n++) {
+        const orchard_operand_info *info = &c.op->operands[n];
+        const orchard_tensor *value = orch_op_tensor(c.op, c.text.args, n);
+        if (orch_is_written(info->role) && orch_tensor_present(value) && info->ulps) {
+            const double off =
+                room_deviation(value, orch_op_tensor(c.op, exact.args, n), info->ulps);
+            room_expect(off <= 1, at, "%s is off by %.3g of its bound", info->name, off);
+        }
+    }
+    room_exact_free(&exact);
+    room_free(&c);
+}
+
+/* ---- Bits ------------------------------------------------------------------------------------ */
+
+static uint64_t bits_of(const room_place_of *at, orchard_ctx *ctx)
+{
+    room_call c;
+    uint64_t bits = 0;
+    if (room_ready(&c, ref, at, 1)) {
+        const orchard_status status = orch_dispatch(ctx, c.op, c.text.args);
+        bits = status ? 0 : room_bits(&c);
+        room_expect(!status, at, "%s", orchard_last_error());
+        room_free(&c);
+    }
+    return bits;
+}
+
+static void check_bits(const room_place_of *at, orchard_ctx *const *ctxs, int count)
+{
+    const uint64_t bits = bits_of(at, ctxs[0]);
+    for (int i = 0; i < count; i++) {
+        room_expect(bits_of(at, ctxs[i]) == bits, at, "context %d of %d gives other bits", i,
+                    count);
+    }
+}
+
+/* ---- Gradients ------------------------------------------------------------------------------- */
+
+/* loss = sum over forward's outputs of cotangent * output; the cotangents are the backward call's. */
+static double loss_of(room_exact *forward, room_exact *backward)
+{
+    double loss = 0;
+    CHECK_INT(orch_dispatch(ref, forward->op, forward->args), ORCHARD_OK);
+    for (int32_t n = 0; n < forward->op->operand_count; n++) {
+        char name[40];
+        const orchard_tensor *out = orch_op_tensor(forward->op, forward->args, n);
+        snprintf(name, sizeof name, "d%s", forward->op->operands[n].name);
+        const orchard_tensor *dout = room_exact_tensor(backward, name);
+        if (!orch_is_written(forward->op->operands[n].role) || !dout ||
+            !orch_tensor_present(dout)) {
+            continue;
+        }
+        const int64_t count = (int64_t)(orch_tensor_extent(out) / sizeof(double));
+        for (int64_t i = 0; i < count; i++) {
+            loss += ((const double *)out->data)[i] * ((const double *)dout->data)[i];
+        }
+    }
+    return loss;
+}
+
+/* x += step * direction, which the name seeds; returns the gradient along it. */
+static double walk(orchard_tensor *x, const orchard_tensor *dx, const char *name, double step)
+{
+    uint64_t state = room_seed(name, 77);
+    double slope = 0;
+    const int64_t count = (int64_t)(orch_tensor_extent(x) / sizeof(double));
+    for (int64_t i = 0; i < count; i++) {
+        const double direction = room_value(&state, 0.5);
+        ((double *)x->data)[i] += step * direction;
+        slope += ((const double *)dx->data)[i] * direction;
+    }
+    return slope;
+}
+
+static void check_gradient(const room_place_of *at)
+{
+    const double step = 0x1p-14;
+    room_call c;
+    room_exact forward, backward;
+    if (!room_ready(&c, ref, at, 1)) {
+        return;
+    }
+    room_exact_forward(&forward, &c, 1);
+    room_exact_of(&backward, &c);
+    CHECK_INT(orch_dispatch(ref, backward.op, backward.args), ORCHARD_OK);
+    for (int32_t n = 0; n < backward.op->operand_count; n++) {
+        const orchard_operand_info *info = &backward.op->operands[n];
+        const orchard_tensor *dx = orch_op_tensor(backward.op, backward.args, n);
+        orchard_tensor *x = room_exact_tensor(&forward, info->name + 1);
+        if (info->role != ORCHARD_OUT || !orch_tensor_present(dx) || !x || !orch_tensor_extent(x)) {
+            continue;
+        }
+        const double slope = walk(x, dx, info->name, step), above = loss_of(&forward, &backward);
+        walk(x, dx, info->name, -2 * step);
+        const double below = loss_of(&forward, &backward);
+        walk(x, dx, info->name, step);
+        const double found = (above - below) / (2 * step);
+        const double bound = 1e-6 * (1 + fabs(slope) + fabs(above) * 1e-3);
+        room_expect(fabs(found - slope) <= bound, at, "%s: slope %.10g, finite differences %.10g",
+                    info->name, slope, found);
+    }
+    room_exact_free(&forward);
+    room_exact_free(&backward);
+    room_free(&c);
+}
+
+/* ---- All cases ------------------------------------------------------------------------------- */
+
+static bool is_backward(const char *line)
+{
+    const char *end = strchr(line, ' ');
+    const size_t length = end ? (size_t)(end - line) : strlen(line);
+    return length > 9 && strncmp(line + length - 9, "_backward", 9) == 0;
+}
+
+static void on_host(const char *line)
+{
+    orchard_ctx *ctx[8];
+    int count = 0;
+    const room_place_of in_double = {line, ORCHARD_F64, DENSE};
+    for (int i = 0; orchard_cpu_name(i); i++) {
+        const int32_t threads[] = {1, 2, 7};
+        for (int k = 0; k < (i ? 1 : 3); k++) {
+            ctx[count++] = room_context("cpu", orchard_cpu_name(i), threads[k]);
+        }
+    }
+    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
+        for (int layout = DENSE; layout < ROOM_LAYOUTS; layout++) {
+            const room_place_of at = {line, dtypes[d], (room_layout)layout};
+            check_values(&at, ref);
+            check_values(&at, ctx[0]);
+            check_bits(&at, ctx, count);
+        }
+        const room_place_of at = {line, dtypes[d], DENSE};
+        check_split(&at, ref, ctx[0]);
+        check_host(&at, ref);
+    }
+    if (is_backward(line)) {
+        check_gradient(&in_double);
+    }
+    while (count) {
+        orchard_ctx_free(ctx[--count]);
+    }
+}
+
+static void on_device(const char *line)
+{
+    orchard_ctx *ctx = room_context(backend, NULL, 2);
+    for (size_t d = 1; d < sizeof dtypes / sizeof *dtypes; d++) {
+        for (int layout = DENSE; layout < ROOM_LAYOUTS; layout += d == 1 ? 1 : 3) {
+            const room_place_of at = {line, dtypes[d], (room_layout)layout};
+            check_values(&at, ctx);
+            check_bits(&at, &ctx, 1);
+        }
+        const room_place_of at = {line, dtypes[d], DENSE};
+        check_explain(&at, ref, ctx, backend);
+        check_record(&at, ref, ctx);
+    }
+    orchard_ctx_free(ctx);
+}
+
+int main(int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--backend") == 0 && i + 1 < argc) {
+            backend = argv[++i];
+        } else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc) {
+            only = argv[++i];
+        } else {
+            fprintf(stderr, "usage: room_test [--backend NAME] [--only TEXT]\n");
+            return 2;
+        }
+    }
+    ref = room_context("ref", NULL, 1);
+    for (int i = 0; orch_cases[i]; i++) {
+        const char *line = orch_cases[i];
+        if (strncmp(line, "bench ", 6) == 0 || (only && !strstr(line, only))) {
+            continue;
+        }
+        (backend ? on_device : on_host)(line);
+    }
+    orchard_ctx_free(ref);
+    return check_report("room");
+}
