@@ -132,7 +132,9 @@ static int parse_operand(parser *p, const char *name, char *text)
     char *values = cut(text, '{'), *factor = cut(text, '*'), *dtype = cut(text, ':');
     int64_t size[ORCHARD_MAX_RANK];
     int32_t rank = 0;
-    orchard_dtype type = dtype ? dtype_named(dtype) : usual_dtype(p, info->dtype);
+    orchard_dtype type = !dtype                    ? usual_dtype(p, info->dtype)
+                         : strcmp(dtype, "x") == 0 ? p->dtype
+                                                   : dtype_named(dtype);
     if (!type) {
         return fail(p, "no dtype is called", dtype);
     }

@@ -7,7 +7,7 @@
  *
  * `operand=SIZES[:DTYPE][*FACTOR][{VALUES}]`, `option=NUMBER`, an optional operand alone that is
  * wanted, `output@input` for the very same view. An operand without DTYPE that may have one of
- * several takes the call's. Of a backward the operands of its forward are written; what forward
+ * several takes the call's, or bool where that is one of them; `:x` is the call's. Of a backward the operands of its forward are written; what forward
  * makes, and the gradients that come in, follow from these. */
 #ifndef ORCH_CALL_TEXT_H
 #define ORCH_CALL_TEXT_H
