@@ -338,7 +338,7 @@ static void test_opencl_sweeps(void)
     sweep("launch", 10, CLEAN);
     sweep("copy", 4, CLEAN);
     sweep("map", 6, LOST_LATE);
-    sweep("gate", 2, CLEAN);
+    sweep("gate", 3, CLEAN);
     sweep("sync", 4, LOST_MAYBE);
     sweep("event", 3, LOST_LATE);
     sweep("profiling", 0, CLEAN); /* costs the figure only */

@@ -45,6 +45,7 @@ static const struct {
     F(EnqueueWriteBuffer),
     F(EnqueueMapBuffer),
     F(EnqueueUnmapMemObject),
+    F(EnqueueMarkerWithWaitList),
     F(Flush),
     F(Finish),
     F(CreateUserEvent),

@@ -143,6 +143,7 @@ typedef struct orch_opencl_api {
                               cl_uint, const cl_event *, cl_event *, cl_int *);
     cl_int (*EnqueueUnmapMemObject)(cl_command_queue, cl_mem, void *, cl_uint, const cl_event *,
                                     cl_event *);
+    cl_int (*EnqueueMarkerWithWaitList)(cl_command_queue, cl_uint, const cl_event *, cl_event *);
     cl_int (*Flush)(cl_command_queue);
     cl_int (*Finish)(cl_command_queue);
 

@@ -10,8 +10,8 @@
  * a user event, which commit sets when all are queued; if one is refused, the event is given an
  * error instead and the standard says that what waits for it ends without running. We do not take
  * that on trust: only if every event tells so is the failure a clean one; else the device is lost.
- * (PoCL 3.1: measured to work, with the queue usable afterwards, if nothing else ends meanwhile:
- * see come_to_rest.) */
+ * (PoCL 3.1: measured to work, with the queue usable afterwards, if nothing that the commands wait
+ * for ends meanwhile: see come_to_rest.) */
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -261,9 +261,11 @@ static cl_int state_of(orch_opencl *device, cl_event event)
     return error == CL_SUCCESS ? state : error;
 }
 
-/* Waits until the driver is done with a command. PoCL 3.1 calls it complete before it has told the
- * commands that wait for it; one of them that is told of a failed gate at that moment is both freed
- * and run. PoCL's own reference to the event goes last: a driver that keeps one costs 20 ms. */
+/* Waits until the driver is done with a marker. PoCL 3.1 calls a command complete before it has
+ * told those that wait for it. One of them that is dropped in between is freed, and PoCL aborts in
+ * pocl_lock_events_inorder when its thread comes to it, which on a busy machine may be 30 ms later.
+ * PoCL's own reference to the event goes last. Memory keeps one to the last command that used it,
+ * so this is a marker's event, which uses none. A driver that keeps one all the same costs 1 s. */
 static void come_to_rest(orch_opencl *device, cl_event event)
 {
     const struct timespec moment = {.tv_nsec = 200000};
@@ -271,7 +273,7 @@ static void come_to_rest(orch_opencl *device, cl_event event)
     while (state_of(device, event) > CL_COMPLETE) {
         nanosleep(&moment, NULL);
     }
-    for (int tries = 0; tries < 100; tries++) {
+    for (int tries = 0; tries < 5000; tries++) {
         cl_int error = device->cl.GetEventInfo(event, CL_EVENT_REFERENCE_COUNT, sizeof references,
                                                &references, NULL);
         if (error != CL_SUCCESS || references <= 1) {
@@ -282,22 +284,15 @@ static void come_to_rest(orch_opencl *device, cl_event event)
 }
 
 /* Ends the first `count` commands, which still wait at the gate; false if one may have run.
- * `unmapped`: the last command of the queue before them, NULL: an earlier batch's. */
+ * `marker`: the command of the queue before them. */
 static bool drop(orch_opencl *device, orch_batch *batch, int32_t count, cl_event gate,
-                 cl_event unmapped)
+                 cl_event marker)
 {
     if (count == 0) {
         return true;
     }
     device->cl.Flush(device->queue);
-    for (const orch_batch *earlier = device->first; earlier; earlier = earlier->next) {
-        if (earlier->count > 0) {
-            come_to_rest(device, earlier->commands[earlier->count - 1].done);
-        }
-    }
-    if (unmapped) {
-        come_to_rest(device, unmapped);
-    }
+    come_to_rest(device, marker);
     if (device->cl.SetUserEventStatus(gate, CL_OUT_OF_RESOURCES) != CL_SUCCESS) {
         return false;
     }
@@ -315,13 +310,17 @@ static bool drop(orch_opencl *device, orch_batch *batch, int32_t count, cl_event
 static cl_int enqueue_all(orch_opencl *device, orch_batch *batch, const char **call, bool *clean)
 {
     cl_int error = CL_SUCCESS;
-    cl_event gate = NULL, unmapped = NULL;
+    cl_event gate = NULL, marker = NULL;
     *clean = true;
     *call = "clEnqueueUnmapMemObject";
     for (int32_t i = 0; error == CL_SUCCESS && i < batch->bound.count; i++) {
-        error = orch_opencl_unmap(device, batch->bound.mem[i], &unmapped);
+        error = orch_opencl_unmap(device, batch->bound.mem[i]);
     }
     if (error == CL_SUCCESS && batch->count > 1) { /* a single command needs no gate */
+        *call = "clEnqueueMarkerWithWaitList";
+        error = device->cl.EnqueueMarkerWithWaitList(device->queue, 0, NULL, &marker);
+    }
+    if (error == CL_SUCCESS && batch->count > 1) {
         *call = "clCreateUserEvent";
         gate = device->cl.CreateUserEvent(device->context, &error);
     }
@@ -340,13 +339,13 @@ static cl_int enqueue_all(orch_opencl *device, orch_batch *batch, const char **c
         error = device->cl.SetUserEventStatus(gate, CL_COMPLETE);
     }
     if (error != CL_SUCCESS) {
-        *clean = drop(device, batch, queued, gate, unmapped);
+        *clean = drop(device, batch, queued, gate, marker);
     }
     if (gate) {
         device->cl.ReleaseEvent(gate);
     }
-    if (unmapped) {
-        device->cl.ReleaseEvent(unmapped);
+    if (marker) {
+        device->cl.ReleaseEvent(marker);
     }
     return error;
 }

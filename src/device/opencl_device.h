@@ -56,10 +56,9 @@ orchard_status orch_opencl_usable(orch_opencl *device);
 void orch_opencl_lose(orch_opencl *device, const char *call, cl_int code);
 orchard_status orch_opencl_no_memory(size_t bytes);
 
-/* opencl_memory.c. Called with the lock held: the first unmaps `mem` if it is mapped host memory,
- * *done is then the event of that, which the caller releases; the second maps all that is not; the
- * queue is idle then. */
-cl_int orch_opencl_unmap(orch_opencl *device, cl_mem mem, cl_event *done);
+/* opencl_memory.c. Called with the lock held: the first unmaps `mem` if it is mapped host memory;
+ * the second maps all that is not; the queue is idle then. */
+cl_int orch_opencl_unmap(orch_opencl *device, cl_mem mem);
 orchard_status orch_opencl_map_dirty(orch_opencl *device);
 
 /* opencl_batch.c. With the lock held: waits until all that was committed is done, and maps. */

@@ -35,20 +35,14 @@ static cl_int map(orch_opencl *device, orch_host_memory *host)
     return error;
 }
 
-cl_int orch_opencl_unmap(orch_opencl *device, cl_mem mem, cl_event *done)
+cl_int orch_opencl_unmap(orch_opencl *device, cl_mem mem)
 {
     orch_host_memory *host = find(device, mem);
-    cl_event event = NULL;
     if (!host || !host->mapped) {
         return CL_SUCCESS;
     }
-    cl_int error =
-        device->cl.EnqueueUnmapMemObject(device->queue, mem, host->host, 0, NULL, &event);
+    cl_int error = device->cl.EnqueueUnmapMemObject(device->queue, mem, host->host, 0, NULL, NULL);
     if (error == CL_SUCCESS) {
-        if (*done) {
-            device->cl.ReleaseEvent(*done);
-        }
-        *done = event;
         host->mapped = false;
         host->next_dirty = device->dirty;
         device->dirty = host;

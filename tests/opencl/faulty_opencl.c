@@ -507,6 +507,13 @@ API cl_int clFinish(cl_command_queue q)
     return fails("sync") ? CL_OUT_OF_RESOURCES : error;
 }
 
+API cl_int clEnqueueMarkerWithWaitList(cl_command_queue q, cl_uint n, const cl_event *waits,
+                                       cl_event *event)
+{
+    return fails("gate") ? CL_OUT_OF_RESOURCES
+                         : queued(event, CALL(EnqueueMarkerWithWaitList, q, n, waits, event));
+}
+
 API cl_event clCreateUserEvent(cl_context c, cl_int *error)
 {
     return fails("gate") ? refused(error, CL_OUT_OF_RESOURCES)
