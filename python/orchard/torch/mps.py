@@ -26,6 +26,7 @@ changes for autograd: outputs must be fresh tensors.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Union
 
@@ -35,14 +36,11 @@ from .. import reports
 from .._exports import check_storage
 from .._library import ArgumentError, DtypeError, LayoutError, UnsupportedError
 from .._locks import ProcessLock
+from .._operations import describe
+from .._structs import HOST_READ
 from . import _launch
+from .signature import Operands, Options
 from .tensors import DTYPES
-
-Operands = Dict[str, Optional[torch.Tensor]]
-Options = Dict[str, Any]
-
-# Lengths, whose numbers the C library checks if it is given them.
-LENGTHS = ("key_lengths", "cu_seqlens_q", "cu_seqlens_k")
 
 NOT_COMPILED = "the device's compiler refused a kernel"  # as the C library says it
 FAST_MATH = "PYTORCH_MPS_FAST_MATH would let kernels lose infinities, NaN and precision"
@@ -64,6 +62,20 @@ _ANY_DEVICE = _launch.DeviceInfo(name=b"torch.mps", group_threads=1024, local_by
 # Storages get addresses so far apart, above all real ones, so that the C library finds overlaps.
 _NO_ADDRESS, _STORAGE_BITS = 1 << 60, 50
 _MOST_PLANS = 512
+
+
+@functools.lru_cache(maxsize=None)
+def host_read(op: str) -> Tuple[str, ...]:
+    """Lengths, whose numbers the C library checks if it is given them."""
+    return tuple(x.name for x in describe(op).inputs if x.role == HOST_READ)
+
+
+STRICT = "; strict forbids a fallback"
+
+
+def strict() -> bool:
+    """Whether a refusal is an error."""
+    return os.environ.get("ORCHARD_STRICT", "") not in ("", "0")
 
 
 class Refused(UnsupportedError):
@@ -181,7 +193,8 @@ class Launcher:
                   options: Mapping[str, Any], check_lengths: bool, asking: bool
                   ) -> Tuple[tuple, List[Tuple[str, torch.Tensor, int]]]:
         """All that a plan depends on, and each operand with the number that says where it lies."""
-        check_lengths = check_lengths and any(operands.get(name) is not None for name in LENGTHS)
+        check_lengths = check_lengths and any(operands.get(name) is not None
+                                              for name in host_read(op))
         storages: Dict[int, int] = {}
         described, key = [], []
         for name, tensor in operands.items():
@@ -211,7 +224,7 @@ class Launcher:
         """The args struct, and host tensors that must outlive it."""
         arguments, kept = _launch.Arguments(op), []
         for name, tensor, address in described:
-            if name in LENGTHS:
+            if name in host_read(op):
                 address = 0
                 if check_lengths:
                     kept.append(_on_host(tensor))

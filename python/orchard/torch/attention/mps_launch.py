@@ -1,43 +1,41 @@
 """orchard::attention_forward and orchard::attention_backward on MPS tensors by Orchard's kernels.
 
-`forward` and `backward` do what the ops do, or raise `mps.Refused`. mps_attention.py asks before and
-knows what to do then.
+`forward` and `backward` do what the ops do, or raise `mps.Refused`. mps_attention.py asks before
+and knows what to do then.
 """
 
 from __future__ import annotations
 
-from typing import List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 
 from .. import mps
-from ..mps import LENGTHS, Operands, Options
+from ..signature import Operands, Options
+from .operands import FORWARD
 from .outputs import (GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, check_present, new_gradients,
                       new_outputs)
 
 
-def named(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_t,
-          max_s, scale, causal, bottom_right, window_left, window_right, softcap,
-          dropout) -> Tuple[Operands, Options]:
+# Lengths, whose numbers the C library checks if it is given them.
+LENGTHS = mps.host_read("attention_forward")
+
+
+def named(*arguments: Any) -> Tuple[Operands, Options]:
     """The arguments of the ops' schemas by the names of the C struct orchard_attention; options
     that say nothing are left out."""
-    inputs = dict(q=q, k=k, v=v, bias=bias, mask=mask, alibi=alibi, sinks=sinks,
-                  key_lengths=key_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    options: Options = {}
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        options.update(max_t=max_t, max_s=max_s)
-    if scale is not None:
-        options.update(has_scale=1, scale=scale)
-    if causal:
-        options["causal"] = 1
-    if bottom_right:
-        options["align"] = 1
-    if (window_left, window_right) != (-1, -1):
-        options.update(has_window=1, window_left=window_left, window_right=window_right)
-    if softcap:
-        options["softcap"] = softcap
-    if dropout:
-        options.update(dropout=dropout, seed=0 if seed is None else int(seed))
+    inputs, options, _ = FORWARD.named(arguments)
+    if inputs["cu_seqlens_q"] is None and inputs["cu_seqlens_k"] is None:
+        del options["max_t"], options["max_s"]
+    if (options["window_left"], options["window_right"]) == (-1, -1):
+        del options["window_left"], options["window_right"], options["has_window"]
+    if not options["dropout"]:
+        options.pop("seed", None)
+    else:
+        options.setdefault("seed", 0)
+    for name in ("causal", "align", "softcap", "dropout"):
+        if not options[name]:
+            del options[name]
     return inputs, options
 
 

@@ -1,15 +1,13 @@
-"""The operands of attention's ops, to the C library's structs."""
+"""What attention's ops are called with, and where that is in the C library's structs."""
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import List, Optional
 
 import torch
 
-from ... import _structs
-from ..._exports import check_storage
-from ..._library import DtypeError
-from ..tensors import describe
+from ..signature import LIKE, ROWS_LIKE, Layout, Operands, Options, Signature
+from . import outputs
 
 TENSORS = 11  # how many of the arguments that the ops share are tensors: q ... seed
 Q, K, V, BIAS, MASK, ALIBI, SINKS, KEY_LENGTHS, CU_SEQLENS_Q, CU_SEQLENS_K, SEED = range(TENSORS)
@@ -27,27 +25,50 @@ def without_options(scale: Optional[float], causal: bool, seed: Optional[torch.T
     return (None,) * 7 + (seed, 0, 0, scale, causal, False, -1, -1, 0.0, dropout)
 
 
-def attention(target: _structs.Attention, op: str, q: torch.Tensor, k: torch.Tensor,
-              v: torch.Tensor, bias: Optional[torch.Tensor], mask: Optional[torch.Tensor],
-              alibi: Optional[torch.Tensor], sinks: Optional[torch.Tensor],
-              key_lengths: Optional[torch.Tensor], cu_seqlens_q: Optional[torch.Tensor],
-              cu_seqlens_k: Optional[torch.Tensor], seed: Optional[torch.Tensor], max_t: int,
-              max_s: int, scale: Optional[float], causal: bool, bottom_right: bool,
-              window_left: int, window_right: int, softcap: float, dropout: float) -> None:
-    """Fills the struct that forward and backward share; parameters as in the ops' schemas."""
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask),
-                         ("alibi", alibi), ("sinks", sinks), ("key_lengths", key_lengths),
-                         ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        describe(getattr(target, name), tensor, op, name)
-    target.max_t, target.max_s = max_t, max_s
-    if scale is not None:
-        target.has_scale, target.scale = 1, scale
-    target.causal, target.align = causal, bottom_right
-    target.has_window = 1
-    target.window_left, target.window_right = window_left, window_right
-    target.softcap, target.dropout = softcap, dropout
-    if seed is not None:
-        if seed.dtype != torch.int64 or seed.dim():
-            raise DtypeError("attention: seed must be one int64")
-        check_storage(op, "seed", seed)
-        target.seed = int(seed)
+# ---- Signatures ----------------------------------------------------------------------------------
+
+# What forward and backward share, in this order everywhere: in kernels, in function.py. No
+# defaults: torch drops arguments that equal theirs before it calls a kernel.
+ATTENTION = ("Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi, "
+             "Tensor? sinks, Tensor? key_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+             "Tensor? seed, SymInt max_t, SymInt max_s, float? scale, bool causal, "
+             "bool bottom_right, SymInt window_left, SymInt window_right, float softcap, "
+             "float dropout")
+RENAMED = {"bottom_right": "align"}
+
+
+class Forward(Signature):
+    def __init__(self, arguments: str = ATTENTION) -> None:
+        super().__init__("attention_forward", arguments, RENAMED, {"out": Layout(ROWS_LIKE, "q")})
+
+    def make(self, first: torch.Tensor, operands: Operands, options: Options, wanted: int
+             ) -> List[Optional[torch.Tensor]]:
+        q, v = operands["q"], operands["v"]
+        packed = operands.get("cu_seqlens_q") is not None
+        made = outputs.new_outputs(q, v, packed)
+        if made[0] is None:
+            self.complain(operands, options)
+            outputs.check_rank(self.op, packed, q=q, v=v)
+        return list(made)
+
+
+class Backward(Signature):
+    def __init__(self, arguments: str, count: int) -> None:
+        super().__init__("attention_backward", arguments, RENAMED,
+                         {f"d{name}": Layout(LIKE, name) for name in outputs.GRADIENTS_OF}, count)
+
+    def make(self, first: torch.Tensor, operands: Operands, options: Options, wanted: int
+             ) -> List[Optional[torch.Tensor]]:
+        inputs = [operands.get(name) for name in outputs.GRADIENTS_OF]
+        made = outputs.new_gradients(wanted, *inputs)
+        return [x if wanted & bit and of is not None else None
+                for bit, x, of, _ in zip(outputs.GRADIENTS, made, inputs, self.outputs)]
+
+
+FORWARD = Forward()
+BACKWARD = Backward("int needs, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, " + ATTENTION, 5)
+# The same without options, CPU tensors only: so many absent arguments cost torch more than a call
+# of a few microseconds should. For eager calls; no compiler, mode or transform ever sees these.
+PLAIN_FORWARD = Forward("Tensor q, Tensor k, Tensor v, float? scale, bool causal")
+PLAIN_BACKWARD = Backward("int needs, Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, "
+                          "Tensor v, float? scale, bool causal", 3)
