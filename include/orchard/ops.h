@@ -81,6 +81,9 @@ ORCHARD_API const orchard_option_info *orchard_op_option(const char *op, int32_t
  * shapes in letters take what the call's own check would. */
 ORCHARD_API orchard_status orchard_op_outputs(orchard_ctx *ctx, const char *op, void *args);
 
+/* The call of that name: orchard_<op>(ctx, args). */
+ORCHARD_API orchard_status orchard_op_call(orchard_ctx *ctx, const char *op, const void *args);
+
 #ifdef __cplusplus
 }
 #endif

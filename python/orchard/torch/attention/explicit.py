@@ -8,13 +8,12 @@ sums are in fp32 (fp64 for fp64), as in the kernels. Packed sequences are padded
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import reduce
-from typing import Callable, ContextManager, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
-from .tracing import functorch_active
+from ..transforms import no_autocast, pull
 from .operands import (ALIBI, BIAS, CU_SEQLENS_K, CU_SEQLENS_Q, KEY_LENGTHS, MASK, SEED, SINKS, K,
                        Q, V)
 
@@ -224,12 +223,6 @@ class Laid(NamedTuple):
         return self.q.shape[1] // max(self.k.shape[1], 1)  # there may be none of either
 
 
-def no_autocast(operand: torch.Tensor) -> ContextManager:
-    """The formula's sums are in the precision that it says."""
-    device = operand.device.type
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
-
-
 def _sums(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
@@ -408,19 +401,6 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dbias, dsinks
 
 
-def _pull(function: Callable[..., Tuple[torch.Tensor, ...]], at: Sequence[torch.Tensor],
-          cotangents: Tuple[torch.Tensor, ...]) -> Tuple[torch.Tensor, ...]:
-    """The vector-Jacobian product of a function, differentiable if gradients are being recorded."""
-    if functorch_active():
-        return torch.func.vjp(function, *at)[1](cotangents)
-    # torch.func would refuse where hooks for saved tensors are set (save_on_cpu, checkpoints).
-    record = torch.is_grad_enabled()
-    with torch.enable_grad():
-        at = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in at]
-        return torch.autograd.grad(function(*at), at, cotangents, create_graph=record,
-                                   materialize_grads=True)
-
-
 def second_order(needs: int, cotangents: Sequence[Maybe], dout: torch.Tensor, dlse: Maybe,
                  tensors: Sequence[Maybe], options: Sequence) -> Tuple[Maybe, ...]:
     """Given d/d(dq ... dsinks), the derivatives by dout, dlse, q, k, v, bias and sinks."""
@@ -438,7 +418,7 @@ def second_order(needs: int, cotangents: Sequence[Maybe], dout: torch.Tensor, dl
         return tuple(made[i] for i in wanted)
 
     with no_autocast(dout):
-        found = _pull(of, [inputs[i] for i in present], tuple(cotangents[i] for i in wanted))
+        found = pull(of, [inputs[i] for i in present], tuple(cotangents[i] for i in wanted))
     result: list = [None] * len(inputs)
     for i, x in zip(present, found):
         result[i] = x

@@ -16,9 +16,11 @@ from typing import Optional
 import torch
 from torch.autograd import forward_ad
 
-from .._library import OrchardError, UnsupportedError
-from . import batching, cpu, explicit, operands, ops, outputs, tracing as onlookers
-from .tracing import compiling, observed_in_backward as onlooker_of_engine
+from ..._library import OrchardError, UnsupportedError
+from .. import cpu, tracing as onlookers
+from . import batching, explicit, operands, ops, outputs
+from ..tracing import compiling, observed_in_backward as onlooker_of_engine
+from ..transforms import grads_batched, no_autocast
 from .operands import BIAS, SINKS, TENSORS, K, Q, V
 
 NOT_COMPILED = ("attention: torch.func's transforms and forward-mode derivatives cannot be "
@@ -26,17 +28,6 @@ NOT_COMPILED = ("attention: torch.func's transforms and forward-mode derivatives
 
 # Function.apply itself uses this; private, so it may be absent.
 _unwrap_if_dead = getattr(torch._C._functorch, "unwrap_if_dead", None)
-# Private too. The answer must be yes then: what it leads to is right for all, and slow.
-_is_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: True)
-
-
-def _grads_batched(*tensors) -> bool:
-    """Whether autograd.grad(is_grads_batched=True) runs this backward: a Function inside it would
-    record nothing."""
-    return not compiling() and any(
-        x is not None and _is_legacy_batched(x) for x in tensors)
-
-
 def _backward(*args):
     """orchard::attention_backward, with Orchard's exceptions."""
     try:
@@ -54,9 +45,9 @@ def gradients(needs: int, dout, dlse, out, lse, tensors, options):
         raise UnsupportedError(NOT_COMPILED)
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    if forward or (torch.is_grad_enabled() and _grads_batched(dout, dlse)):
+    if forward or (torch.is_grad_enabled() and grads_batched(dout, dlse)):
         q, k, v, bias, _, _, sinks = tensors[:7]
-        with explicit.no_autocast(q):
+        with no_autocast(q):
             made = explicit.gradients(tensors, options, dout, dlse, q, k, v, bias, sinks)
     elif torch.is_grad_enabled():
         made = AttentionBackward.apply(needs, dout, dlse, out, lse, *tensors, *options)
@@ -75,9 +66,9 @@ class AttentionPlain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options):
-        scale, causal, gqa = options
+        scale, causal = options
         try:
-            out, lse = ops.plain_forward(q, k, v, scale, causal, gqa)
+            out, lse = ops.plain_forward(q, k, v, scale, causal)
         except (RuntimeError, OrchardError) as error:
             found = cpu.translate(error)
             raise (Refused if cpu.misused(found) else found) from None
@@ -154,14 +145,14 @@ _record_plain = super(torch.autograd.Function, AttentionPlain).apply
 _record = super(torch.autograd.Function, AttentionFast).apply
 
 
-def record_plain(q, k, v, scale, causal, gqa) -> Optional[torch.Tensor]:
+def record_plain(q, k, v, scale, causal) -> Optional[torch.Tensor]:
     """AttentionPlain.apply, as AttentionFast's; a plain function, which costs less to find. None:
     the op refused."""
     try:
         if _unwrap_if_dead is None:
-            return AttentionPlain.apply(q, k, v, (scale, causal, gqa))
+            return AttentionPlain.apply(q, k, v, (scale, causal))
         return _record_plain(_unwrap_if_dead(q), _unwrap_if_dead(k), _unwrap_if_dead(v),
-                             (scale, causal, gqa))
+                             (scale, causal))
     except Refused:
         return None
 

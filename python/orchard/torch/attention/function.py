@@ -2,63 +2,28 @@
 
 from __future__ import annotations
 
-import numbers
+from functools import partial
 from typing import Any, Literal, Optional, Sequence, Tuple, Union, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from .._library import ArgumentError, DtypeError, OrchardError, ShapeError, UnsupportedError
-from .._shown import shown
-from . import autograd, cpu, explicit, mps_attention, operands, ops, outputs, tracing
-from .tracing import observed
+from ..._library import ArgumentError, DtypeError, OrchardError, ShapeError, UnsupportedError
+from ..._shown import shown
+from .. import checks, cpu, tracing
+from ..checks import INTEGER
+from ..tracing import observed
+from . import autograd, explicit, mps_attention, operands, ops, outputs
 
-NUMBER = (int, float, torch.SymInt, torch.SymFloat)
-INTEGER = (int, torch.SymInt)
 ALIGNMENTS = {"top_left": False, "bottom_right": True}
 
 
 # ---- Checks that the C library cannot make -------------------------------------------------------
 
-def _check_tensor(name: str, tensor: object, device: Optional[torch.device]) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ArgumentError(f"attention: {name} is a {type(tensor).__name__}, must be a tensor")
-    if tensor.is_nested:
-        raise UnsupportedError(f"attention: {name} is a nested tensor; use cu_seqlens for "
-                               "sequences of different lengths")
-    if tensor.is_quantized:
-        raise UnsupportedError(f"attention: {name} is quantized ({tensor.dtype})")
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(f"attention: {name} has layout {tensor.layout}, must be strided")
-    if device is None:
-        if tensor.device.type not in ("cpu", "mps", "meta"):
-            ops.kernel_for(tensor.device.type)
-    elif tensor.device != device:
-        raise ArgumentError(f"attention: {name} is on {tensor.device}, query is on {device}")
-
-
-def _check_number(name: str, value: Any, kinds: tuple = NUMBER) -> Any:
-    """The number as the op takes it: NumPy's, which torch takes too, as Python's."""
-    if not isinstance(value, kinds) and isinstance(value, numbers.Real) and hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        word = "an integer" if kinds is INTEGER else "a number"
-        raise ArgumentError(f"attention: {name} is {shown(value)}, must be {word}")
-    # Not of numbers that a compiler does not know yet: they are torch's, and fit.
-    if isinstance(value, int) and not tracing.compiling() and not -2 ** 63 <= value < 2 ** 63:
-        raise ArgumentError(f"attention: {name} is {value}, must fit into 64 bits")
-    return value
-
-
-def _check_flag(name: str, flag: Any) -> bool:
-    """As Python's bool: numbers, NumPy's and tensors of no dimension too; no strings, whatever they
-    say."""
-    if isinstance(flag, (int, torch.SymBool)) or getattr(flag, "ndim", None) == 0:
-        return bool(flag)
-    small = flag is None or isinstance(flag, (str, float))
-    what = repr(flag) if small else "a " + type(flag).__name__
-    raise ArgumentError(f"attention: {name} is {what}, must be True or False")
+_check_tensor = partial(checks.check_tensor, "attention", first="query")
+_check_number = partial(checks.check_number, "attention")
+_check_flag = partial(checks.check_flag, "attention")
 
 
 def _check_alignment(alignment: object) -> bool:
@@ -288,12 +253,13 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], causal: bool
     `_general` does, or says what is wrong. Only the questions that those ops would not notice
     themselves."""
     if (not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and q.dim() == 4)
+            or not (gqa or q.shape[1:2] == k.shape[1:2] == v.shape[1:2])
             or not (scale is None or type(scale) is float) or observed()):
         return None
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return autograd.record_plain(q, k, v, scale, causal, gqa)
+        return autograd.record_plain(q, k, v, scale, causal)
     try:
-        return ops.plain_forward(q, k, v, scale, causal, gqa)[0]
+        return ops.plain_forward(q, k, v, scale, causal)[0]
     except (RuntimeError, OrchardError) as error:
         found = cpu.translate(error)
         if cpu.misused(found):

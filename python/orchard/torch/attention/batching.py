@@ -10,6 +10,7 @@ from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 
+from ..transforms import one_by_one
 from .operands import ALIBI, BIAS, CU_SEQLENS_Q, KEY_LENGTHS, MASK, SEED, SINKS, K, Q, V
 from .outputs import DBIAS, DSINKS
 
@@ -20,19 +21,6 @@ DROPOUT = -1  # its place among the arguments of ops.ATTENTION
 RANKS = {Q: 4, K: 4, V: 4, BIAS: 4, MASK: 4, ALIBI: 2, KEY_LENGTHS: 1}
 OWN_RANKS = (4, 3, 4, 3)  # backward's own: dout, dlse, out, lse
 MAY_REPEAT = (BIAS, MASK)
-
-
-def one_by_one(call: Callable, count: int, in_dims: Sequence, args: Sequence):
-    """vmap's rule for any call: its results stacked."""
-    def sample(i: int) -> List:
-        return [a if d is None else a.select(d, i) for a, d in zip(args, in_dims)]
-
-    if not count:  # one of zeros tells the shapes, and keeps the results within autograd
-        zeros = [a if d is None else a.sum(d, dtype=a.dtype) for a, d in zip(args, in_dims)]
-        made = call(*zeros)
-        return tuple(x[None][:0] for x in made), (0,) * len(made)
-    samples = [call(*sample(i)) for i in range(count)]
-    return tuple(torch.stack(column) for column in zip(*samples)), (0,) * len(samples[0])
 
 
 def _sample_shape(tensor: torch.Tensor, dim: Optional[int]) -> Sequence[int]:

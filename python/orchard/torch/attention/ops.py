@@ -11,44 +11,32 @@ from typing import Callable, Tuple
 
 import torch
 
-from .._library import UnsupportedError
-from . import batching, cpu, mps_attention, tracing as onlookers
-from .operands import TENSORS
+from ..._library import UnsupportedError
+from .. import cpu, tracing as onlookers
+from ..checks import check_device
+from ..transforms import refuse_tangents
+from . import batching, mps_attention
+from .operands import BACKWARD, FORWARD, PLAIN_BACKWARD, PLAIN_FORWARD, TENSORS
 from .outputs import (Tensors2, Tensors5, check_devices, check_present, check_rank, new_gradients,
                       new_outputs)
-
-# What forward and backward share, in this order everywhere: here, in kernels, in function.py.
-# No defaults: torch drops arguments that equal theirs before it calls a kernel.
-ATTENTION = ("Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi, "
-             "Tensor? sinks, Tensor? key_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-             "Tensor? seed, SymInt max_t, SymInt max_s, float? scale, bool causal, "
-             "bool bottom_right, SymInt window_left, SymInt window_right, float softcap, "
-             "float dropout")
 
 library = torch.library.Library("orchard", "FRAGMENT")
 # Outputs' strides follow the inputs': a compiler must not change the inputs' strides.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides")
               if hasattr(torch.Tag, name))
-library.define(f"attention_forward({ATTENTION}) -> (Tensor out, Tensor lse)", tags=_TAGS)
-library.define(f"attention_backward(int needs, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
-               f"{ATTENTION}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
-               tags=_TAGS)
+library.define("attention_forward" + FORWARD.schema, tags=_TAGS)
+library.define("attention_backward" + BACKWARD.schema, tags=_TAGS)
 forward = torch.ops.orchard.attention_forward.default
 backward = torch.ops.orchard.attention_backward.default
 
 # attention_forward with a formula for autograd (autograd.py), for what is exported or compiled. Of
 # a Function torch.export loses the gradients, and torch.compile the check that nobody changed in
 # place what backward needs, and second order. For eager calls it would cost 10 us more.
-library.define(f"attention({ATTENTION}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+library.define("attention" + FORWARD.schema, tags=_TAGS)
 differentiable = torch.ops.orchard.attention.default
 
-# The same without options, CPU tensors only: so many absent arguments cost torch more than a call
-# of a few microseconds should. For eager calls; no compiler, mode or transform ever sees these.
-library.define("_plain_forward(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool gqa) "
-               "-> (Tensor out, Tensor lse)")
-library.define("_plain_backward(int needs, Tensor dout, Tensor out, Tensor lse, Tensor q, "
-               "Tensor k, Tensor v, float? scale, bool causal) "
-               "-> (Tensor dq, Tensor dk, Tensor dv)")
+library.define("_plain_forward" + PLAIN_FORWARD.schema)
+library.define("_plain_backward" + PLAIN_BACKWARD.schema)
 
 
 def _direct(op: torch._ops.OpOverload) -> Callable:
@@ -65,37 +53,22 @@ plain_backward = _direct(torch.ops.orchard._plain_backward.default)
 def kernel_for(device: str) -> Tuple[Callable[..., Tensors2], Callable[..., Tensors5]]:
     """The (forward, backward) kernels of a device type: parameters as in the schemas."""
     if device == "cpu":
-        return cpu.forward, cpu.backward
-    if device == "mps":
-        return mps_attention.forward, mps_attention.backward
-    raise UnsupportedError(f"attention: tensors are on device {device}, Orchard serves cpu and mps")
+        return cpu.in_python(FORWARD), cpu.in_python(BACKWARD)
+    check_device("attention", device)
+    return mps_attention.forward, mps_attention.backward
 
 
-cpu.register(library)
+for _name, _signature in (("attention_forward", FORWARD), ("attention_backward", BACKWARD),
+                          ("attention", FORWARD),  # above it lies a formula for autograd
+                          ("_plain_forward", PLAIN_FORWARD), ("_plain_backward", PLAIN_BACKWARD)):
+    cpu.register(library, _name, _signature)
 library.impl("attention_forward", mps_attention.forward, "MPS")
 library.impl("attention_backward", mps_attention.backward, "MPS")
 library.impl("attention", forward, "CompositeExplicitAutograd")
 
 
-def refuse_tangents(to: torch.library.Library, op: torch._ops.OpOverload) -> None:
-    """Makes an op raise where torch would lose a forward-mode derivative without a word. Not for
-    the ops of eager calls: it costs some microseconds, and autograd.py knows what to do there."""
-    below = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)  # private, as the next
-    after = getattr(torch._C, "_after_ADInplaceOrView_keyset", None)
-    if below is None or after is None:
-        return
-
-    def kernel(keyset, *args):
-        if onlookers.forward_mode() and (onlookers.innermost_is_jvp() or onlookers.dual(*args)):
-            raise UnsupportedError(f"attention: forward-mode derivatives do not pass through {op}; "
-                                   "call orchard.torch.scaled_dot_product_attention")
-        with below():
-            return op.redispatch(keyset & after, *args)
-
-    to.impl(op._schema.name.split("::")[1], kernel, "ADInplaceOrView", with_keyset=True)
-
-
-refuse_tangents(library, differentiable)
+refuse_tangents(library, differentiable, "attention",
+                "orchard.torch.scaled_dot_product_attention")
 
 
 # ---- Fakes: shapes and strides without memory ----------------------------------------------------

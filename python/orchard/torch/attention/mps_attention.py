@@ -12,14 +12,16 @@ A refusal is counted (`orchard.report()`); with ORCHARD_STRICT=1 it is an error 
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any, Mapping, Optional, Tuple
 
 import torch
 
-from . import explicit, mps
-from .tracing import TRACED, compiling
+from .. import mps
+from ..signature import Operands, Options
+from ..tracing import TRACED, compiling
+from ..transforms import no_autocast
+from . import explicit, mps_launch
 from .operands import TENSORS
 from .outputs import GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, new_gradients, new_outputs
 
@@ -45,23 +47,23 @@ def _meta(like: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
                                                          dtype=like.dtype, device="meta")
 
 
-def _outputs(inputs: mps.Operands) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+def _outputs(inputs: Operands) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
     """out and lse without memory."""
     return new_outputs(_meta(inputs["q"]), _meta(inputs["v"]),
                        packed=inputs.get("cu_seqlens_q") is not None)
 
 
-def _refusal_of_backward(launcher: mps.Launcher, inputs: mps.Operands, options: Mapping[str, Any],
+def _refusal_of_backward(launcher: mps.Launcher, inputs: Operands, options: Mapping[str, Any],
                          needs: int, out: torch.Tensor, lse: torch.Tensor,
                          count: bool) -> Optional[str]:
     made = new_gradients(needs, *(_meta(inputs.get(n)) for n in GRADIENTS_OF))
     # Without dlse: the kernels are the same with it.
-    operands = mps.backward_operands(needs, inputs, _meta(out), None, out, lse, made)
+    operands = mps_launch.backward_operands(needs, inputs, _meta(out), None, out, lse, made)
     return launcher.supported("attention_backward", operands, options, check_lengths=False,
                               count=count)
 
 
-def refusal(launcher: mps.Launcher, inputs: mps.Operands, options: Mapping[str, Any],
+def refusal(launcher: mps.Launcher, inputs: Operands, options: Mapping[str, Any],
             needs: int = 0, *, check_lengths: bool = False, count: bool = True) -> Optional[str]:
     """None: the launcher takes the forward, and the backward for the gradients of `needs` (bits as
     in outputs.py). Otherwise why not; counted. Raises where the call is wrong; the numbers of
@@ -119,7 +121,7 @@ def fall_back(inputs: Mapping[str, Optional[torch.Tensor]], options: Mapping[str
         enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _has_words(inputs: mps.Operands, options: mps.Options) -> bool:
+def _has_words(inputs: Operands, options: Options) -> bool:
     """Whether PyTorch's scaled_dot_product_attention can be told all of the call. It takes a bias
     of q's dtype only: a wider one, and ALiBi's penalties, would be rounded."""
     return not any(options.get(name) or inputs.get(name) is not None for name in NO_WORD) and all(
@@ -127,15 +129,11 @@ def _has_words(inputs: mps.Operands, options: mps.Options) -> bool:
         for name in ("bias", "alibi"))
 
 
-def _strict() -> bool:
-    return os.environ.get("ORCHARD_STRICT", "") not in ("", "0")
-
-
 def _record_refusal(op: str, reason: str) -> None:
     """For all who read `last`; raises where no fallback is allowed."""
     last.refusal = reason
-    if _strict():
-        raise mps.Refused(op, reason, "; strict forbids a fallback")
+    if mps.strict():
+        raise mps.Refused(op, reason, mps.STRICT)
 
 
 def failed(op: str, why: str) -> None:
@@ -149,9 +147,9 @@ def _by_pytorch(op: str) -> None:
     mps.launcher.ran(op, "pytorch", last.refusal)
 
 
-def _check_lengths(inputs: mps.Operands, options: mps.Options) -> None:
+def _check_lengths(inputs: Operands, options: Options) -> None:
     """PyTorch would not say that a length is wrong."""
-    if any(inputs[name] is not None for name in mps.LENGTHS):
+    if any(inputs[name] is not None for name in mps_launch.LENGTHS):
         refusal(mps.launcher, inputs, options, check_lengths=True, count=False)
 
 
@@ -165,7 +163,7 @@ def instead(with_lse: bool, needs: int, *arguments: Any
             ) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
     """None: Orchard's kernels take the call. Otherwise (out, lse) by PyTorch, which differentiates
     it too; lse only if asked for. Arguments as in the ops' schemas."""
-    inputs, options = mps.named(*arguments)
+    inputs, options = mps_launch.named(*arguments)
     inputs = {name: x if x is None else x.resolve_neg() for name, x in inputs.items()}
     options.pop("seed", None)  # the answer is the same for all of them, and kept
     reason = refusal(mps.launcher, inputs, options, needs)
@@ -182,9 +180,9 @@ def instead(with_lse: bool, needs: int, *arguments: Any
 
 # ---- Calls on meta tensors: nothing to compute, but as wrong as any other ------------------------
 
-def _named_on_meta(arguments: Tuple[Any, ...]) -> Tuple[mps.Operands, mps.Options]:
-    """mps.named, with a seed that nobody can read."""
-    return mps.named(*arguments[:TENSORS - 1], None, *arguments[TENSORS:])
+def _named_on_meta(arguments: Tuple[Any, ...]) -> Tuple[Operands, Options]:
+    """mps_launch.named, with a seed that nobody can read."""
+    return mps_launch.named(*arguments[:TENSORS - 1], None, *arguments[TENSORS:])
 
 
 def check_forward(*arguments: Any) -> None:
@@ -196,7 +194,7 @@ def check_forward(*arguments: Any) -> None:
 def check_backward(made: Tensors5, needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor],
                    out: torch.Tensor, lse: torch.Tensor, *arguments: Any) -> None:
     inputs, options = _named_on_meta(arguments)
-    mps.launcher.check("attention_backward", mps.backward_operands(
+    mps.launcher.check("attention_backward", mps_launch.backward_operands(
         needs, inputs, dout, dlse, out, lse, made), options)
 
 
@@ -205,10 +203,10 @@ def check_backward(made: Tensors5, needs: int, dout: torch.Tensor, dlse: Optiona
 def forward(*arguments: Any) -> Tensors2:
     """attention_forward; parameters as in the schema. If refused: with the dropout of the seed."""
     try:
-        return mps.forward(*arguments)
+        return mps_launch.forward(*arguments)
     except mps.Refused as refused:
         _record_refusal("attention_forward", refused.reason)
-    inputs, _ = mps.named(*arguments)
+    inputs, _ = mps_launch.named(*arguments)
     made = new_outputs(inputs["q"], inputs["v"], inputs["cu_seqlens_q"] is not None)
     for fresh, x in zip(made, _explicit(arguments)):
         fresh.copy_(x)
@@ -220,13 +218,13 @@ def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: 
     """attention_backward; parameters as in the schema."""
     op = "attention_backward"
     try:
-        return mps.backward(needs, dout, dlse, out, lse, *arguments)
+        return mps_launch.backward(needs, dout, dlse, out, lse, *arguments)
     except mps.Refused as refused:
         _record_refusal(op, refused.reason)
-    by_name, _ = mps.named(*arguments)
+    by_name, _ = mps_launch.named(*arguments)
     inputs = [by_name[name] for name in GRADIENTS_OF]
     made = new_gradients(needs, *inputs)
-    with explicit.no_autocast(dout):
+    with no_autocast(dout):
         found = explicit.gradients(arguments[:TENSORS], arguments[TENSORS:], dout, dlse, *inputs,
                                    known=(out, lse))
     for bit, fresh, x in zip(GRADIENTS, made, found):
