@@ -185,6 +185,20 @@ static inline void check_overlap(const room_place_of *at, orchard_ctx *ref)
 
 /* ---- Splits ---------------------------------------------------------------------------------- */
 
+/* How many dimensions a '*' stands for, without the one that an option `dim` may name. */
+static inline int32_t leading_of(const room_call *c, int32_t n)
+{
+    const int32_t dims = (int32_t)orch_op_option_value(c->op, c->text.args, "dims");
+    int32_t leading = orch_op_tensor(c->op, c->text.args, n)->rank;
+    for (const char *sign = c->op->operands[n].shape; *sign; sign++) {
+        leading -= *sign == '*' ? 0 : *sign == '+' && dims > 1 ? dims : 1;
+    }
+    for (int32_t i = 0; i < c->op->option_count; i++) {
+        leading -= strcmp(c->op->options[i].name, "dim") == 0;
+    }
+    return leading;
+}
+
 static inline void halve(room_call *c, bool second)
 {
     for (int32_t n = 0; n < c->op->operand_count; n++) {
@@ -216,11 +230,10 @@ static inline void check_split(const room_place_of *at, orchard_ctx *ref, orchar
         if (splits && orch_is_written(info->role) && info->shape[0] != '*') {
             *tensor = (orchard_tensor){0};
         } else if (splits && orch_tensor_present(tensor) && info->shape[0] == '*') {
-            splits = tensor->rank > 1 && tensor->size[0] > 1;
+            splits = leading_of(&whole, n) > 0 && tensor->size[0] > 1;
         }
     }
     if (splits && room_ready(&parts, ref, at, 1)) {
-        memcpy(parts.text.args, whole.text.args, 0);
         for (int32_t n = 0; n < parts.op->operand_count; n++) {
             const orchard_operand_info *info = &parts.op->operands[n];
             if (orch_is_written(info->role) && info->shape[0] != '*') {
@@ -302,8 +315,8 @@ static inline void room_tamper(const orch_call *call)
         const orchard_tensor *tensor = call->operands[n].tensor;
         if (orch_is_written(call->operands[n].role) && orch_tensor_present(tensor) &&
             orch_tensor_extent(tensor)) {
-            orch_element_store(tensor->dtype, tensor->data, 0,
-                               orch_element_load(tensor->dtype, tensor->data, 0) * 1.5 + 1);
+            const double x = orch_element_load(tensor->dtype, tensor->data, 0);
+            orch_element_store(tensor->dtype, tensor->data, 0, x * 1.5 + (x < 0 ? -1 : 1));
             return;
         }
     }

@@ -7,7 +7,11 @@
     X(attention_forward)  \
     X(attention_backward) \
     X(softmax_forward)    \
-    X(softmax_backward)
+    X(softmax_backward)   \
+    X(rms_norm_forward)   \
+    X(rms_norm_backward)  \
+    X(layer_norm_forward) \
+    X(layer_norm_backward)
 
 #define ORCH_OP_ENUM(name) ORCH_OP_##name,
 typedef enum orch_op_id { ORCH_OPS(ORCH_OP_ENUM) ORCH_OP_COUNT } orch_op_id;

@@ -38,6 +38,7 @@ using namespace metal;
 #define FMA(a, b, c) fma(a, b, c)
 #define EXP2(x) precise::exp2(x)
 #define LOG(x) precise::log(x)
+#define SQRT(x) precise::sqrt(x)
 #define TANH(x) precise::tanh(x)
 #define FABS(x) fabs(x)
 

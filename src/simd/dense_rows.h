@@ -29,6 +29,21 @@ ORCH_INLINE void v_store_part(real *p, v_real a, int64_t n)
     }
 }
 
+/* The vector of columns c ... of a row, whose end may lie within. */
+ORCH_INLINE v_real row_vector(const real *row, int64_t c, int64_t columns, real fill)
+{
+    return columns - c < VW ? v_load_part(row + c, columns - c, fill) : v_load(row + c);
+}
+
+ORCH_INLINE void row_set_vector(real *row, int64_t c, int64_t columns, v_real a)
+{
+    if (columns - c < VW) {
+        v_store_part(row + c, a, columns - c);
+    } else {
+        v_store(row + c, a);
+    }
+}
+
 /* Whether rows of the operand are dense reals already. */
 ORCH_INLINE bool row_is_direct(const orch_rows *rows, int32_t operand)
 {
@@ -62,6 +77,20 @@ static inline const real *row_read(const orch_rows *rows, int32_t operand, int64
         buffer[c] = load_real(at + orch_rows_column(rows, operand, from + c) * size, of->dtype);
     }
     return buffer;
+}
+
+/* The one row of an operand without rows (a weight), plus `offset`; NULL: it is absent. */
+static inline const real *row_read_shifted(const orch_rows *rows, int32_t operand, int64_t columns,
+                                           real offset, real *buffer)
+{
+    if (!rows->of[operand].present) {
+        return NULL;
+    }
+    const real *row = row_read(rows, operand, 0, 0, columns, buffer);
+    for (int64_t c = 0; c < columns && offset != 0; c++) {
+        buffer[c] = row[c] + offset;
+    }
+    return offset != 0 ? buffer : row;
 }
 
 /* Where to write columns of a row: in place, or `buffer`, which row_written then brings home.
