@@ -189,6 +189,18 @@ ORCH_INLINE void v_store_f16(uint16_t *p, v_real a)
     vst1q_u16(p, vreinterpretq_u16_f16(halves));
 }
 
+ORCH_INLINE uint16x4_t half_to_bf16(v_half a)
+{
+    const uint32x4_t bits = vreinterpretq_u32_f32(a);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    return vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd), 16);
+}
+
+ORCH_INLINE void v_store_bf16(uint16_t *p, v_real a)
+{
+    vst1q_u16(p, vcombine_u16(half_to_bf16(a.lo), half_to_bf16(a.hi)));
+}
+
 #else
 
 ORCH_INLINE double v_sum(v_real a)
