@@ -24,6 +24,7 @@
 
 #include <orchard/core.h>
 
+#include <orchard/activation.h>
 #include <orchard/attention.h>
 #include <orchard/devices.h>
 #include <orchard/launch.h>

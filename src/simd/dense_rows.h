@@ -120,6 +120,87 @@ static inline void row_written(const orch_rows *rows, int32_t operand, int64_t r
     }
 }
 
+/* ---- Elementwise: ROW_STEP columns at a time, in registers ------------------------------------ */
+
+typedef struct row_view {
+    const orch_rows *rows;
+    char *at; /* the row's first element */
+    int32_t operand, size;
+    orchard_dtype dtype;
+    bool dense; /* its elements are neighbours */
+} row_view;
+
+static inline row_view row_view_of(const orch_rows *rows, int32_t operand, int64_t row)
+{
+    const orch_rows_operand *of = &rows->of[operand];
+    const bool dense = rows->column_dims <= 1 && (of->column[0] == 1 || rows->columns <= 1);
+    return (row_view){rows,      row_address(rows, operand, row),
+                      operand,   (int32_t)orchard_dtype_size(of->dtype),
+                      of->dtype, dense};
+}
+
+/* Columns [c, c + n) of the row, n <= ROW_STEP; the other lanes are 0. */
+ORCH_INLINE void row_load(const row_view *row, int64_t c, int64_t n, v_real x[4])
+{
+    if (row->dense && n == ROW_STEP) {
+        const char *from = row->at + c * row->size;
+#define CALL(type, bytes)                                  \
+    for (int i = 0; i < 4; i++) {                          \
+        x[i] = load_vector(from + i * VW * (bytes), type); \
+    }
+        PACK_FOR_DTYPE(row->dtype, CALL)
+#undef CALL
+        return;
+    }
+    real lanes[ROW_STEP] = {0};
+    if (row->dense) {
+        copy_rows(lanes, n, row->at + c * row->size, row->dtype, 0, 1, 1, n);
+    } else {
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t column = orch_rows_column(row->rows, row->operand, c + i);
+            lanes[i] = load_real(row->at + column * row->size, row->dtype);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        x[i] = v_load(lanes + i * VW);
+    }
+}
+
+/* The opposite; NaNs become canonical. */
+ORCH_INLINE void row_store(const row_view *row, int64_t c, int64_t n, const v_real x[4])
+{
+    real lanes[ROW_STEP];
+    const bool whole = row->dense && n == ROW_STEP;
+    for (int i = 0; i < 4; i++) {
+        const v_real a = v_canonical(x[i]);
+        char *to = row->at + (c + i * VW) * row->size;
+        if (whole && row->size == sizeof(real)) {
+            v_store((real *)to, a);
+            continue;
+        }
+#if defined(ORCH_REAL_F32)
+        if (whole && row->dtype == ORCHARD_F16) {
+            v_store_f16((uint16_t *)to, a);
+            continue;
+        }
+        if (whole) {
+            v_store_bf16((uint16_t *)to, a);
+            continue;
+        }
+#endif
+        v_store(lanes + i * VW, a);
+    }
+    if (row->dense && !whole) {
+        store_row(row->at + c * row->size, row->dtype, 1, lanes, n);
+    }
+    for (int64_t i = 0; i < n && !row->dense; i++) {
+        const int64_t column = orch_rows_column(row->rows, row->operand, c + i);
+        store_row(row->at + column * row->size, row->dtype, 1, lanes + i, 1);
+    }
+}
+
+/* ---- Numbers and sums ------------------------------------------------------------------------- */
+
 /* The one number of an operand without columns. */
 ORCH_INLINE real row_number(const orch_rows *rows, int32_t operand, int64_t row)
 {
