@@ -33,7 +33,7 @@ from torch.utils._device import DeviceContext
 
 from ._library import LayoutError, OrchardError, UnsupportedError
 from ._locks import ProcessLock
-from .torch import mps_attention as _mps_attention
+from .torch.attention import mps_attention as _mps_attention
 from .torch import tracing as _tracing
 
 if "_handles" in globals():  # importlib.reload: what is replaced are this module's objects so far

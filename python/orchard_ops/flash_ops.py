@@ -11,9 +11,10 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from orchard.torch import autograd, batching, cpu, ops, tracing
-from orchard.torch.operands import TENSORS, new_seed, without_options
-from orchard.torch.outputs import DK, DQ, DV
+from orchard.torch import cpu, tracing
+from orchard.torch.attention import autograd, batching, ops
+from orchard.torch.attention.operands import TENSORS, new_seed, without_options
+from orchard.torch.attention.outputs import DK, DQ, DV
 
 from . import state as states
 from .state import Call

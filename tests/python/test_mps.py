@@ -16,7 +16,7 @@ from orchard._context import Context
 from orchard.torch import _launch, mps
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch.mps import Launcher
-from orchard.torch.operands import DTYPES
+from orchard.torch.tensors import DTYPES
 from switch_testing import forked, held_by_another_thread
 from torch_formula import formula
 

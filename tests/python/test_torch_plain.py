@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import orchard
-from orchard.torch import autograd, cpu, operands, ops, tracing
+from orchard.torch import cpu, tracing
+from orchard.torch.attention import autograd, operands, ops
 from orchard.torch import scaled_dot_product_attention as attention
 
 Tensor = torch.Tensor

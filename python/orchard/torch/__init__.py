@@ -14,7 +14,6 @@ if tuple(int(_n) for _n in _torch.__version__.split("+")[0].split(".")[:2]) < _N
     raise ImportError(f"orchard.torch needs PyTorch {_NEEDS[0]}.{_NEEDS[1]} or later, this is "
                       f"{_torch.__version__}")
 
-from . import flops as _flops
-from .function import scaled_dot_product_attention
+from .attention.function import scaled_dot_product_attention
 
 __all__ = ["scaled_dot_product_attention"]

@@ -19,8 +19,10 @@ import torch
 from .. import _library, _structs
 from .._library import (ERRORS, ArgumentError, DtypeError, LayoutError, OrchardError, ShapeError,
                         lib)
-from . import operands, outputs, threads
-from .outputs import GRADIENTS, Tensors2, Tensors5, check_present
+from . import threads
+from .attention import operands, outputs
+from .attention.outputs import GRADIENTS, Tensors2, Tensors5, check_present
+from .tensors import describe
 
 
 def forward(q, k, v, *rest) -> Tensors2:
@@ -30,8 +32,8 @@ def forward(q, k, v, *rest) -> Tensors2:
     args = _structs.AttentionForwardArgs()
     operands.attention(args.attention, op, q, k, v, *rest)
     out, lse = outputs.new_outputs(q, v, packed=rest[5] is not None)
-    operands.describe(args.out, out, op, "out")
-    operands.describe(args.lse, lse, op, "lse")
+    describe(args.out, out, op, "out")
+    describe(args.lse, lse, op, "lse")
     threads.context().call(lib.orchard_attention_forward, byref(args))
     return out, lse
 
@@ -43,12 +45,12 @@ def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *re
     args = _structs.AttentionBackwardArgs()
     operands.attention(args.attention, op, q, k, v, bias, mask, alibi, sinks, *rest)
     for name, tensor in (("dout", dout), ("dlse", dlse), ("out", out), ("lse", lse)):
-        operands.describe(getattr(args, name), tensor, op, name)
+        describe(getattr(args, name), tensor, op, name)
     made = outputs.new_gradients(needs, q, k, v, bias, sinks)
     for bit, name, gradient, like in zip(GRADIENTS, ("dq", "dk", "dv", "dbias", "dsinks"), made,
                                          (q, k, v, bias, sinks)):
         if needs & bit and like is not None:
-            operands.describe(getattr(args, name), gradient, op, name)
+            describe(getattr(args, name), gradient, op, name)
     threads.context().call(lib.orchard_attention_backward, byref(args))
     return made
 

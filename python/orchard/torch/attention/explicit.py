@@ -14,7 +14,7 @@ from typing import Callable, ContextManager, NamedTuple, Optional, Sequence, Tup
 
 import torch
 
-from .tracing import functorch_active
+from ..tracing import functorch_active
 from .operands import (ALIBI, BIAS, CU_SEQLENS_K, CU_SEQLENS_Q, KEY_LENGTHS, MASK, SEED, SINKS, K,
                        Q, V)
 

@@ -16,9 +16,10 @@ from typing import Optional
 import torch
 from torch.autograd import forward_ad
 
-from .._library import OrchardError, UnsupportedError
-from . import batching, cpu, explicit, operands, ops, outputs, tracing as onlookers
-from .tracing import compiling, observed_in_backward as onlooker_of_engine
+from ..._library import OrchardError, UnsupportedError
+from .. import cpu, tracing as onlookers
+from . import batching, explicit, operands, ops, outputs
+from ..tracing import compiling, observed_in_backward as onlooker_of_engine
 from .operands import BIAS, SINKS, TENSORS, K, Q, V
 
 NOT_COMPILED = ("attention: torch.func's transforms and forward-mode derivatives cannot be "

@@ -11,8 +11,9 @@ from typing import Callable, Tuple
 
 import torch
 
-from .._library import UnsupportedError
-from . import batching, cpu, mps_attention, tracing as onlookers
+from ..._library import UnsupportedError
+from .. import cpu, tracing as onlookers
+from . import batching, mps_attention
 from .operands import TENSORS
 from .outputs import (Tensors2, Tensors5, check_devices, check_present, check_rank, new_gradients,
                       new_outputs)

@@ -6,7 +6,7 @@ from typing import Optional, Sequence, Tuple
 
 import torch
 
-from .._library import ArgumentError, ShapeError
+from ..._library import ArgumentError, ShapeError
 
 Tensors2 = Tuple[torch.Tensor, torch.Tensor]
 Tensors5 = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

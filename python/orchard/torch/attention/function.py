@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from .._library import ArgumentError, DtypeError, OrchardError, ShapeError, UnsupportedError
-from .._shown import shown
-from . import autograd, cpu, explicit, mps_attention, operands, ops, outputs, tracing
-from .tracing import observed
+from ..._library import ArgumentError, DtypeError, OrchardError, ShapeError, UnsupportedError
+from ..._shown import shown
+from .. import cpu, tracing
+from . import autograd, explicit, mps_attention, operands, ops, outputs
+from ..tracing import observed
 
 NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 INTEGER = (int, torch.SymInt)

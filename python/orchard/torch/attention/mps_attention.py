@@ -18,8 +18,9 @@ from typing import Any, Mapping, Optional, Tuple
 
 import torch
 
-from . import explicit, mps
-from .tracing import TRACED, compiling
+from .. import mps
+from ..tracing import TRACED, compiling
+from . import explicit, mps_launch
 from .operands import TENSORS
 from .outputs import GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, new_gradients, new_outputs
 
@@ -56,7 +57,7 @@ def _refusal_of_backward(launcher: mps.Launcher, inputs: mps.Operands, options: 
                          count: bool) -> Optional[str]:
     made = new_gradients(needs, *(_meta(inputs.get(n)) for n in GRADIENTS_OF))
     # Without dlse: the kernels are the same with it.
-    operands = mps.backward_operands(needs, inputs, _meta(out), None, out, lse, made)
+    operands = mps_launch.backward_operands(needs, inputs, _meta(out), None, out, lse, made)
     return launcher.supported("attention_backward", operands, options, check_lengths=False,
                               count=count)
 
@@ -165,7 +166,7 @@ def instead(with_lse: bool, needs: int, *arguments: Any
             ) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
     """None: Orchard's kernels take the call. Otherwise (out, lse) by PyTorch, which differentiates
     it too; lse only if asked for. Arguments as in the ops' schemas."""
-    inputs, options = mps.named(*arguments)
+    inputs, options = mps_launch.named(*arguments)
     inputs = {name: x if x is None else x.resolve_neg() for name, x in inputs.items()}
     options.pop("seed", None)  # the answer is the same for all of them, and kept
     reason = refusal(mps.launcher, inputs, options, needs)
@@ -183,8 +184,8 @@ def instead(with_lse: bool, needs: int, *arguments: Any
 # ---- Calls on meta tensors: nothing to compute, but as wrong as any other ------------------------
 
 def _named_on_meta(arguments: Tuple[Any, ...]) -> Tuple[mps.Operands, mps.Options]:
-    """mps.named, with a seed that nobody can read."""
-    return mps.named(*arguments[:TENSORS - 1], None, *arguments[TENSORS:])
+    """mps_launch.named, with a seed that nobody can read."""
+    return mps_launch.named(*arguments[:TENSORS - 1], None, *arguments[TENSORS:])
 
 
 def check_forward(*arguments: Any) -> None:
@@ -196,7 +197,7 @@ def check_forward(*arguments: Any) -> None:
 def check_backward(made: Tensors5, needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor],
                    out: torch.Tensor, lse: torch.Tensor, *arguments: Any) -> None:
     inputs, options = _named_on_meta(arguments)
-    mps.launcher.check("attention_backward", mps.backward_operands(
+    mps.launcher.check("attention_backward", mps_launch.backward_operands(
         needs, inputs, dout, dlse, out, lse, made), options)
 
 
@@ -205,10 +206,10 @@ def check_backward(made: Tensors5, needs: int, dout: torch.Tensor, dlse: Optiona
 def forward(*arguments: Any) -> Tensors2:
     """attention_forward; parameters as in the schema. If refused: with the dropout of the seed."""
     try:
-        return mps.forward(*arguments)
+        return mps_launch.forward(*arguments)
     except mps.Refused as refused:
         _record_refusal("attention_forward", refused.reason)
-    inputs, _ = mps.named(*arguments)
+    inputs, _ = mps_launch.named(*arguments)
     made = new_outputs(inputs["q"], inputs["v"], inputs["cu_seqlens_q"] is not None)
     for fresh, x in zip(made, _explicit(arguments)):
         fresh.copy_(x)
@@ -220,10 +221,10 @@ def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: 
     """attention_backward; parameters as in the schema."""
     op = "attention_backward"
     try:
-        return mps.backward(needs, dout, dlse, out, lse, *arguments)
+        return mps_launch.backward(needs, dout, dlse, out, lse, *arguments)
     except mps.Refused as refused:
         _record_refusal(op, refused.reason)
-    by_name, _ = mps.named(*arguments)
+    by_name, _ = mps_launch.named(*arguments)
     inputs = [by_name[name] for name in GRADIENTS_OF]
     made = new_gradients(needs, *inputs)
     with explicit.no_autocast(dout):
