@@ -1,10 +1,7 @@
-"""The switch: F.scaled_dot_product_attention computed by Orchard, in code that does not know it.
+"""The switch for attention: F.scaled_dot_product_attention by Orchard, in code that does not know it.
 
-    with orchard.enable():
-        train(model)            # or: orchard.enable() ... orchard.disable()
-
-While the switch is on, for all threads, these are replaced and afterwards put back, object by
-object (`orchard.active()` lists them):
+aten has no operation to replace here: torch chooses among several. While it is on, these are
+replaced and afterwards put back, object by object (`orchard.active()` lists them):
 
     torch.nn.functional.scaled_dot_product_attention     also found there by nn.MultiheadAttention
     every module-level name in sys.modules bound to it   `from torch.nn.functional import ...`
@@ -24,24 +21,21 @@ import threading
 import types
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set
 
-from . import torch as _orchard_torch  # first: it says so where torch is absent or too old
+from .. import torch as _orchard_torch  # first: it says so where torch is absent or too old
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils._device import DeviceContext
 
-from ._library import LayoutError, OrchardError, UnsupportedError
-from ._locks import ProcessLock
-from .torch.attention import mps_attention as _mps_attention
-from .torch import tracing as _tracing
-
-if "_handles" in globals():  # importlib.reload: what is replaced are this module's objects so far
-    disable()  # noqa: F821
+from .._library import LayoutError, OrchardError
+from ..torch import tracing as _tracing
+from ..torch.attention import mps_attention as _mps_attention
+from .counting import SERVED
+from .counting import count as _count
 
 NAME = "scaled_dot_product_attention"
 BUILTIN: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
-SERVED = "served by Orchard"
 
 # The last two are what torch.compile calls multi_head_attention_forward with.
 _PLAIN = (torch.Tensor, torch.nn.Parameter, *_tracing.TRACED)
@@ -157,13 +151,6 @@ def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout_p: Any, is_cau
 _on = False
 _original: Callable[..., torch.Tensor] = BUILTIN  # what stood in the place, and will again
 _beneath: Callable[..., torch.Tensor] = BUILTIN  # the same, without others' wrappers around ours
-_counts: Dict[str, int] = {}
-_counts_lock = ProcessLock()
-
-
-def _count(what: str) -> None:
-    with _counts_lock.here():
-        _counts[what] = _counts.get(what, 0) + 1
 
 
 def _serve(query, *arguments, **options):
@@ -256,8 +243,6 @@ class _Replaced(NamedTuple):
     before: Any
 
 
-_lock = ProcessLock()
-_handles: Set["Handle"] = set()
 _replaced: List[_Replaced] = []  # other modules' names; torch.nn.functional's own is not in it
 _bias_before: Any = None
 _fastpath_before = True
@@ -359,135 +344,26 @@ def _turn_off() -> None:
     _on = _half_off = False
 
 
-class Handle:
-    """One `enable()`: undone by leaving its `with` block or by `remove()`; on again in a later
-    block."""
-
-    def __init__(self, imported_names: bool) -> None:
-        self.imported_names = imported_names
-        self._blocks = 0
-
-    def remove(self) -> None:
-        """Undoes this enable and no other; a second time does nothing."""
-        with _lock.here():
-            if self in _handles:
-                _handles.remove(self)
-                _settle()
-
-    def __enter__(self) -> "Handle":
-        with _lock.here():
-            _handles.add(self)
-            _settle()
-            self._blocks += 1  # last: Ctrl-C before it leaves no block to wait for
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        with _lock.here():
-            self._blocks -= 1
-            if not self._blocks:
-                self.remove()
-
-
-def _settle() -> None:
-    """Makes what is replaced agree with the handles that are left."""
+def settle(wanted: bool, imported_names: bool) -> None:
+    """Makes what is replaced agree with what is wanted. Called under the switch's lock."""
     if _half_off:  # by Ctrl-C
         _turn_off()
-    names = any(one.imported_names for one in _handles)
-    if _handles and not _on:
+    if wanted and not _on:
         _turn_on()
-    if names and not _replaced:
+    if imported_names and not _replaced:
         _replace_names()
-    if not names:
+    if not imported_names:
         _restore_names()
-    if not _handles and _on:
+    if not wanted and _on:
         _turn_off()
-
-
-def enable(imported_names: bool = True) -> Handle:
-    """Computes supported calls of F.scaled_dot_product_attention by Orchard, in all threads.
-
-    As a context manager it ends with the block; otherwise `disable()` ends it. May be nested: the
-    switch is off when every block is left. imported_names=False leaves alone what other modules
-    bound to the function before, as `torch_attention = F.scaled_dot_product_attention` does.
-    """
-    with _lock.here():
-        handle = Handle(imported_names)
-        _handles.add(handle)
-        _settle()
-        return handle
-
-
-def disable() -> None:
-    """Undoes every `enable()`: each function of torch is the original object again."""
-    with _lock.here():
-        _handles.clear()
-        _settle()
 
 
 def active() -> List[str]:
-    """What is replaced at the moment, as dotted names; empty while the switch is off."""
-    with _lock.here():
-        if not _handles:
-            return []
-        names = ["torch.nn.functional." + NAME]
-        names += [f"{one.place}.{one.name}" for one in _replaced]
-        names.append("torch.nn.attention.bias.CausalBias.__torch_function__")
-        return names + ["torch.backends.mha.set_fastpath_enabled(False)"]
-
-
-def counts(reset: bool = False) -> Dict[str, int]:
-    """How many calls were "served by Orchard", and how many passed through, by reason.
-
-    Calls from compiled graphs do not come by here and are not counted; `orchard.report()` counts
-    what the library really ran.
-    """
-    with _counts_lock.here():
-        found = dict(_counts)
-        if reset:
-            _counts.clear()
-    return found
-
-
-# ---- metalcore's names ---------------------------------------------------------------------------
-
-def _refuse_others(verb: str, **others: bool) -> None:
-    wanted = [name for name, value in others.items() if value]
-    if wanted:
-        raise UnsupportedError(f"orchard: {', '.join(wanted)}: there is no such override yet, so "
-                               f"there is nothing to {verb}; Orchard overrides attention only")
-
-
-def enable_pytorch_overrides(activations: bool = False, embedding_bag: bool = False,
-                             normalization: bool = False, softmax: bool = False,
-                             linalg: bool = False, optimizers: bool = False, all: bool = False,
-                             verbose: bool = False, attention: bool = True) -> Optional[Handle]:
-    """`enable()` under metalcore's name. Overrides that Orchard does not have are refused."""
-    _refuse_others("enable", activations=activations, embedding_bag=embedding_bag,
-                   normalization=normalization, softmax=softmax, linalg=linalg,
-                   optimizers=optimizers, all=all)
-    handle = enable() if attention else None
-    if verbose:
-        print("orchard: " + (", ".join(active()) or "no overrides are active"))
-    return handle
-
-
-def disable_pytorch_overrides(activations: bool = False, embedding_bag: bool = False,
-                              normalization: bool = False, softmax: bool = False,
-                              linalg: bool = False, optimizers: bool = False, all: bool = True,
-                              verbose: bool = False, attention: bool = False) -> None:
-    """`disable()` under metalcore's name."""
-    _refuse_others("disable", activations=activations, embedding_bag=embedding_bag,
-                   normalization=normalization, softmax=softmax, linalg=linalg,
-                   optimizers=optimizers)
-    if all or attention:
-        disable()
-    if verbose:
-        print("orchard: " + (", ".join(active()) or "no overrides are active"))
-
-
-def get_active_overrides() -> List[str]:
-    """`active()` under metalcore's name."""
-    return active()
+    """What is replaced at the moment."""
+    names = ["torch.nn.functional." + NAME]
+    names += [f"{one.place}.{one.name}" for one in _replaced]
+    names.append("torch.nn.attention.bias.CausalBias.__torch_function__")
+    return names + ["torch.backends.mha.set_fastpath_enabled(False)"]
 
 
 try:  # TorchScript compiles Python functions it meets, and could not compile this one.
