@@ -105,6 +105,15 @@ static void check_lists(const orchard_launches *plan, const orchard_launch *laun
     }
 }
 
+/* Nothing is defined before Metal's headers are read. */
+static bool has_defines_first(const orchard_launch *launch)
+{
+    const char *start =
+        strcmp(backend, "metal") == 0 ? "#include <metal_stdlib>\n#define " : "#define ";
+    return strncmp(launch->source[0], start, strlen(start)) == 0 &&
+           !strstr(launch->source[1], "\n#include");
+}
+
 static void check_plan(const char *name, const orchard_launches *plan)
 {
     CHECK_INT(plan->count, note_count);
@@ -112,6 +121,7 @@ static void check_plan(const char *name, const orchard_launches *plan)
         const orchard_launch *launch = &plan->launch[i];
         CHECK_STRING(launch->kernel, notes[i].kernel->name);
         CHECK(same_text(launch, notes[i].kernel->text) && is_ascii(notes[i].kernel->text));
+        CHECK(has_defines_first(launch));
         CHECK_INT(launch->threads, notes[i].threads);
         CHECK(memcmp(launch->groups, notes[i].groups, sizeof launch->groups) == 0);
         check_lists(plan, launch, &notes[i]);
