@@ -8,6 +8,7 @@
 #include <orchard/record.h>
 
 #include "explained.h"
+#include "groups.h"
 #include "room_call.h"
 
 /* One run of a case, for messages. */
@@ -77,6 +78,9 @@ static inline void room_refused(room_call *c, orchard_ctx *ctx, const room_place
                     strstr(orchard_last_error(), words),
                 at, "\"%s\" does not say \"%s\"", orchard_last_error(), words);
     room_expect(room_untouched(c, true), at, "a refused call wrote something");
+    if (fixture_messages) {
+        printf("message: %s\n", orchard_last_error());
+    }
 }
 
 /* Whatever is wrong with one operand is refused, and its name told. */
