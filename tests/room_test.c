@@ -13,6 +13,7 @@
  * line, dtype and layout. */
 #define _DEFAULT_SOURCE
 #include "room_faults.h"
+#include "room_inout.h"
 #include "room_launches.h"
 
 extern const char *const orch_cases[];
@@ -333,8 +334,12 @@ int main(int argc, char **argv)
         if (!backend) {
             return usage();
         }
+        check_inout_faults();
         check_faults(lines, richest(lines));
-    } else if (!backend || begin_device()) {
+    } else {
+        check_inout(orch_cases, is_asked_for, ref);
+    }
+    if (!faults && (!backend || begin_device())) {
         for (int i = 0; orch_cases[i]; i++) {
             if (is_asked_for(orch_cases[i])) {
                 (backend ? on_device : on_host)(orch_cases[i]);
