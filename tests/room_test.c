@@ -15,6 +15,7 @@
 #include "room_faults.h"
 #include "room_inout.h"
 #include "room_launches.h"
+#include "room_memory.h"
 
 extern const char *const orch_cases[];
 
@@ -338,6 +339,7 @@ int main(int argc, char **argv)
         check_faults(lines, richest(lines));
     } else {
         check_inout(orch_cases, is_asked_for, ref);
+        check_scratch_stays(orch_cases, is_asked_for, ref);
     }
     if (!faults && (!backend || begin_device())) {
         for (int i = 0; orch_cases[i]; i++) {
