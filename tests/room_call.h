@@ -14,7 +14,8 @@
 #include "core/tensor.h"
 
 /* The last two dimensions exchanged in memory; gaps between rows and an odd start; every second
- * element; up to four operands of one shape in one block, element beside element. */
+ * element; up to four operands of one shape in one block, element beside element, where each one's
+ * range overlaps the next one's only. */
 typedef enum room_layout {
     DENSE,
     TRANSPOSED,
@@ -125,12 +126,25 @@ static inline void *room_memory(size_t bytes)
     return made;
 }
 
+/* Elements between where two neighbours of an interleaved block begin: most of a tensor. */
+static inline int64_t room_shift(const orchard_tensor *tensor)
+{
+    int64_t count = 1;
+    for (int32_t i = 0; i < tensor->rank; i++) {
+        count *= tensor->size[i];
+    }
+    return count * 3 / 5 * ROOM_GUESTS + 1;
+}
+
 static inline void room_place(room_operand *o, room_layout layout)
 {
     const size_t element = orchard_dtype_size(o->tensor->dtype);
     const int64_t first = room_strides(o->tensor, layout);
     const size_t offset = ROOM_GUARD + (size_t)first * element;
     o->bytes = offset + (size_t)orch_tensor_extent(o->tensor) + ROOM_GUARD;
+    if (layout == INTERLEAVED) {
+        o->bytes += (ROOM_GUESTS - 1) * element * (size_t)room_shift(o->tensor);
+    }
     o->block = room_memory(o->bytes);
     o->before = room_memory(o->bytes);
     o->guests = 1;
@@ -143,8 +157,7 @@ static inline bool room_place_beside(room_operand *o, room_operand *owner)
 {
     const orchard_tensor *a = o->tensor, *b = owner->tensor;
     const size_t element = orchard_dtype_size(a->dtype);
-    if (!owner->guests || owner->guests * element > ROOM_GUARD / 2 ||
-        owner->guests == ROOM_GUESTS || owner->info->role == ORCHARD_HOST_READ ||
+    if (!owner->guests || owner->guests == ROOM_GUESTS || owner->info->role == ORCHARD_HOST_READ ||
         a->dtype != b->dtype || a->rank != b->rank ||
         memcmp(a->size, b->size, sizeof *a->size * (size_t)a->rank) != 0) {
         return false;
@@ -153,7 +166,8 @@ static inline bool room_place_beside(room_operand *o, room_operand *owner)
     o->block = owner->block;
     o->before = owner->before;
     o->bytes = owner->bytes;
-    o->tensor->data = (char *)b->data + element * (size_t)owner->guests++;
+    const size_t shift = (size_t)(owner->guests++ * room_shift(a));
+    o->tensor->data = (char *)b->data + element * shift;
     return true;
 }
 
