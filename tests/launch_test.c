@@ -127,11 +127,9 @@ static void check_plan(const char *name, const orchard_launches *plan)
 /* Moves every tensor to where no memory is; lengths away altogether, or they stay. */
 static void move_away(const orch_op *op, void *args, bool lengths)
 {
-    orch_operand operands[ORCH_MAX_OPERANDS];
-    const int32_t count = orch_operands_list(op, args, operands);
-    for (int32_t i = 0; i < count; i++) {
-        orchard_tensor *tensor = operands[i].tensor;
-        if (operands[i].role == ORCHARD_HOST_READ) {
+    for (int32_t i = 0; i < op->operand_count; i++) {
+        orchard_tensor *tensor = orch_op_tensor(op, args, i);
+        if (op->operands[i].role == ORCHARD_HOST_READ) {
             tensor->data = lengths ? NULL : tensor->data;
         } else if (tensor->data) {
             tensor->data = (void *)((uintptr_t)tensor->data + ((uintptr_t)1 << FAR_BITS));
