@@ -323,6 +323,7 @@ static inline void room_tamper(const orch_call *call)
 static inline void check_audit(const room_place_of *at, orchard_ctx *ref)
 {
     setenv("ORCHARD_AUDIT", "1", 1);
+    orch_audit_rows = ORCH_AUDIT_ALL;
     for (int wrong = 0; wrong < 2; wrong++) {
         room_call c;
         orchard_ctx *ctx;
@@ -345,6 +346,7 @@ static inline void check_audit(const room_place_of *at, orchard_ctx *ref)
         orchard_ctx_free(ctx);
         room_free(&c);
     }
+    orch_audit_rows = ORCH_AUDIT_ROWS;
     unsetenv("ORCHARD_AUDIT");
 }
 

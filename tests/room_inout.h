@@ -14,8 +14,8 @@ typedef struct add_args {
 enum { ADDED = 150, ADD_THREADS = 64 };
 
 static const orchard_operand_info add_operands[] = {
-    {"y", ORCHARD_INOUT, 0, offsetof(add_args, y), "*", "x", NULL, 1},
-    {"x", ORCHARD_IN, 0, offsetof(add_args, x), "*", "float", NULL, 0},
+    {"y", ORCHARD_INOUT, 0, offsetof(add_args, y), "*", "x", NULL, 1, 0, 0},
+    {"x", ORCHARD_IN, 0, offsetof(add_args, x), "*", "float", NULL, 0, 0, 0},
 };
 static const orch_layout add_layouts[] = {{1, sizeof(add_args)}};
 
