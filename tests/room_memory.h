@@ -1,7 +1,7 @@
 /* Memory that runs out: whichever allocation fails, ref takes over with its own bits, and the
- * report counts why; a strict call, or one without another backend, fails and has written nothing. Nothing
- * is left behind, blocks go back with their size, and the context works again as soon as there is
- * memory. Scratch grows to the largest call and stays there. */
+ * report counts why; a strict call, or one without another backend, fails and has written nothing.
+ * Nothing is left behind, blocks go back with their size, and the context works again as soon as
+ * there is memory. Scratch grows to the largest call and stays there. */
 #ifndef ORCHARD_TESTS_ROOM_MEMORY_H
 #define ORCHARD_TESTS_ROOM_MEMORY_H
 
