@@ -387,9 +387,12 @@ static inline void check_explain(const room_place_of *at, orchard_ctx *ref, orch
     if (!room_ready(&c, ref, at, 1)) {
         return;
     }
-    CHECK_INT(explained_ask(&e, ctx, c.op->name, c.text.args), ORCHARD_OK);
-    CHECK_INT(orch_dispatch(ctx, c.op, c.text.args), ORCHARD_OK);
-    explained_check(&e, takes, at->line);
+    orchard_status status = explained_ask(&e, ctx, c.op->name, c.text.args);
+    status = status ? status : orch_dispatch(ctx, c.op, c.text.args);
+    room_expect(!status, at, "explain or the call: %s", orchard_last_error());
+    if (!status) {
+        explained_check(&e, takes, at->line);
+    }
     room_free(&c);
 }
 

@@ -1,6 +1,7 @@
-/* An operation of this program's own, y += x with y INOUT, where no room has one: what it overwrites
- * is kept before, audited and recorded; after a failure before commit the CPU runs it once, after
- * commit nobody runs it again. And calls whose output is their input, recorded and replayed. */
+/* An operation of this program's own, y += x with y INOUT, where no room has one: what it
+ * overwrites is kept before, audited and recorded; after a failure before commit the CPU runs it
+ * once, after commit nobody runs it again. And calls whose output is their input, recorded and
+ * replayed. */
 #ifndef ORCHARD_TESTS_ROOM_INOUT_H
 #define ORCHARD_TESTS_ROOM_INOUT_H
 
