@@ -91,7 +91,7 @@ static inline void row_written(const orch_rows *rows, int32_t operand, int64_t r
     }
 }
 
-/* ---- Elementwise: ROW_STEP columns at a time, in registers ------------------------------------ */
+/* ---- Elementwise: ROW_STEP columns at a time, in registers ----------------------------------- */
 
 typedef struct row_view {
     const orch_rows *rows;
@@ -189,7 +189,7 @@ ORCH_INLINE void row_store(const row_view *row, int64_t c, int64_t n, const v_re
     }
 }
 
-/* ---- Numbers and sums ------------------------------------------------------------------------- */
+/* ---- Numbers and sums ------------------------------------------------------------------------ */
 
 /* The one number of an operand without columns. */
 ORCH_INLINE real row_number(const orch_rows *rows, int32_t operand, int64_t row)

@@ -1,5 +1,6 @@
-/* The own functions of src/simd in numbers: exp2, exp, tanh, the normal distribution and log against the C library in long
- * double, Philox in lanes against one counter at a time, 16-bit elements against core/convert.h.
+/* The own functions of src/simd in numbers: exp2, exp, tanh, the normal distribution and log
+ * against the C library in long double, Philox in lanes against one counter at a time, 16-bit
+ * elements against core/convert.h.
  *
  * Compiled for NEON where that is always there, else for plain C: that all instruction sets give
  * the same bits is attention_test's to show. simd_f64_test.c compiles this file for fp64. */
