@@ -105,7 +105,7 @@ static inline void row_written(const orch_rows *rows, int32_t operand, int64_t r
     }
 }
 
-/* ---- Elementwise: ROW_STEP columns at a time, in registers ------------------------------------ */
+/* ---- Elementwise: ROW_STEP columns at a time, in registers ----------------------------------- */
 
 typedef struct row_view {
     const orch_rows *rows;
@@ -124,67 +124,86 @@ static inline row_view row_view_of(const orch_rows *rows, int32_t operand, int64
                       of->dtype, dense};
 }
 
-/* Columns [c, c + n) of the row, n <= ROW_STEP; the other lanes are 0. */
-ORCH_INLINE void row_load(const row_view *row, int64_t c, int64_t n, v_real x[4])
+/* Fewer columns than ROW_STEP, or such that are apart; the other lanes become 0. */
+static __attribute__((noinline)) void row_load_lanes(const row_view *row, int64_t c, int64_t n,
+                                                     real lanes[ROW_STEP])
 {
-    if (row->dense && n == ROW_STEP) {
-        const char *from = row->at + c * row->size;
-#define CALL(type, bytes)                                  \
-    for (int i = 0; i < 4; i++) {                          \
-        x[i] = load_vector(from + i * VW * (bytes), type); \
-    }
-        PACK_FOR_DTYPE(row->dtype, CALL)
-#undef CALL
-        return;
-    }
-    real lanes[ROW_STEP] = {0};
+    memset(lanes, 0, ROW_STEP * sizeof *lanes);
     if (row->dense) {
         copy_rows(lanes, n, row->at + c * row->size, row->dtype, 0, 1, 1, n);
-    } else {
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t column = orch_rows_column(row->rows, row->operand, c + i);
-            lanes[i] = load_real(row->at + column * row->size, row->dtype);
-        }
+        return;
     }
-    for (int i = 0; i < 4; i++) {
-        x[i] = v_load(lanes + i * VW);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t column = orch_rows_column(row->rows, row->operand, c + i);
+        lanes[i] = load_real(row->at + column * row->size, row->dtype);
     }
 }
 
-/* The opposite; NaNs become canonical. */
-ORCH_INLINE void row_store(const row_view *row, int64_t c, int64_t n, const v_real x[4])
+static __attribute__((noinline)) void row_store_lanes(const row_view *row, int64_t c, int64_t n,
+                                                      const real lanes[ROW_STEP])
 {
-    real lanes[ROW_STEP];
-    const bool whole = row->dense && n == ROW_STEP;
-    for (int i = 0; i < 4; i++) {
-        const v_real a = v_canonical(x[i]);
-        char *to = row->at + (c + i * VW) * row->size;
-        if (whole && row->size == sizeof(real)) {
-            v_store((real *)to, a);
-            continue;
-        }
-#if defined(ORCH_REAL_F32)
-        if (whole && row->dtype == ORCHARD_F16) {
-            v_store_f16((uint16_t *)to, a);
-            continue;
-        }
-        if (whole) {
-            v_store_bf16((uint16_t *)to, a);
-            continue;
-        }
-#endif
-        v_store(lanes + i * VW, a);
-    }
-    if (row->dense && !whole) {
+    if (row->dense) {
         store_row(row->at + c * row->size, row->dtype, 1, lanes, n);
+        return;
     }
-    for (int64_t i = 0; i < n && !row->dense; i++) {
+    for (int64_t i = 0; i < n; i++) {
         const int64_t column = orch_rows_column(row->rows, row->operand, c + i);
         store_row(row->at + column * row->size, row->dtype, 1, lanes + i, 1);
     }
 }
 
-/* ---- Numbers and sums ------------------------------------------------------------------------- */
+/* Columns [c, c + n) of the row, n <= ROW_STEP; the other lanes are 0. */
+ORCH_INLINE void row_load(const row_view *row, int64_t c, int64_t n, v_real x[4])
+{
+    if (!row->dense || n < ROW_STEP) {
+        real lanes[ROW_STEP];
+        row_load_lanes(row, c, n, lanes);
+        for (int i = 0; i < 4; i++) {
+            x[i] = v_load(lanes + i * VW);
+        }
+        return;
+    }
+    const char *from = row->at + c * row->size;
+#define CALL(type, bytes)                                  \
+    for (int i = 0; i < 4; i++) {                          \
+        x[i] = load_vector(from + i * VW * (bytes), type); \
+    }
+    PACK_FOR_DTYPE(row->dtype, CALL)
+#undef CALL
+}
+
+/* The opposite; NaNs become canonical. */
+ORCH_INLINE void row_store(const row_view *row, int64_t c, int64_t n, const v_real x[4])
+{
+    char *to = row->at + c * row->size;
+    if (!row->dense || n < ROW_STEP) {
+        real lanes[ROW_STEP];
+        for (int i = 0; i < 4; i++) {
+            v_store(lanes + i * VW, x[i]);
+        }
+        row_store_lanes(row, c, n, lanes);
+        return;
+    }
+#if defined(ORCH_REAL_F32)
+    if (row->dtype == ORCHARD_F16) {
+        for (int i = 0; i < 4; i++) {
+            v_store_f16((uint16_t *)to + i * VW, v_canonical(x[i]));
+        }
+        return;
+    }
+    if (row->dtype == ORCHARD_BF16) {
+        for (int i = 0; i < 4; i++) {
+            v_store_bf16((uint16_t *)to + i * VW, v_canonical(x[i]));
+        }
+        return;
+    }
+#endif
+    for (int i = 0; i < 4; i++) {
+        v_store((real *)to + i * VW, v_canonical(x[i]));
+    }
+}
+
+/* ---- Numbers and sums ------------------------------------------------------------------------ */
 
 /* The one number of an operand without columns. */
 ORCH_INLINE real row_number(const orch_rows *rows, int32_t operand, int64_t row)
