@@ -422,7 +422,7 @@ static void null_pointers(fixture *f)
     f->forward.attention.q.rank = 3;
     expect_refusal("op_outputs", forward, orchard_op_outputs(ctx, forward, &f->forward),
                    ORCHARD_ERROR_SHAPE, "v has rank 4, must be 3 as q");
-    fixture_start(f, PADDED);
+    f->forward.attention.q.rank = 4;
     expect_refusal("op_call", forward, orchard_op_call(NULL, forward, &f->forward), bad,
                    "ctx is NULL");
     expect_refusal("op_call", forward, orchard_op_call(ctx, forward, NULL), bad, "args is NULL");
