@@ -248,17 +248,39 @@ def test_values_on_mps(line, dtype, monkeypatch):
         assert counted(case.call) == [("mps", None)]
 
 
-def test_what_mps_refuses_is_the_formula(monkeypatch):
-    case = next(case for case in map(Case, LINES) if case.call is case.operation.forward)
+@pytest.mark.parametrize("below", [False, True], ids=["", "below autograd"])
+@pytest.mark.parametrize("line", {line.split()[0]: line for line in reversed(LINES)}.values())
+def test_what_mps_refuses_is_the_formula(line, below, monkeypatch):
+    """Also where the switch calls: torch records nothing there."""
+    case = Case(line)
     with metal() as place:
         monkeypatch.setattr(mps, "launcher", mps.Launcher())
         args = case.arguments(torch.float64)  # which Metal has not
         on_mps = [place(x) if isinstance(x, torch.Tensor) else x for x in args]
-        check_values(case, args, [x.cpu() for x in case.call(*on_mps)], torch.float64)
+        with torch._C._AutoDispatchBelowAutograd() if below else contextlib.nullcontext():
+            made = case.call(*on_mps)
+        check_values(case, args, [x.cpu() for x in made], torch.float64)
         assert [backend for backend, _ in counted(case.call)] == ["mps", "pytorch"]
         monkeypatch.setenv("ORCHARD_STRICT", "1")
         with pytest.raises(orchard.UnsupportedError, match="strict forbids a fallback"):
             case.call(*on_mps)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_backward_without_a_formula_is_the_derivative_of_forward(name):
+    """Where backward gets all of forward's inputs."""
+    operation = OPERATIONS[name]
+    if set(operation.gradients) <= set(operation.backward.inputs):
+        for line in LINES:
+            case = Case(line)
+            if case.operation is operation and case.call is operation.backward:
+                args = case.arguments(torch.float64)
+                operands, options, _ = case.call.signature.named(args)
+                full = {**dict.fromkeys(case.call.options), **operands, **options}
+                made = operation._derived(**{x: y for x, y in full.items() if x[:4] != "has_"})
+                for found, right in zip(made, case.call.by_formula(*args)):
+                    if found is not None and right is not None:
+                        torch.testing.assert_close(found, right)
 
 
 # ---- Functions beside torch's --------------------------------------------------------------------

@@ -31,7 +31,7 @@ from .._structs import MAX_RANK
 from . import cpu, mps, tracing
 from .checks import check_tensor
 from .signature import F32_BIT, Operands, Options, Signature
-from .transforms import grads_batched, no_autocast, one_by_one, pull, refuse_tangents
+from .transforms import grads_batched, no_autocast, one_by_one, pull, refuse_tangents, with_autograd
 
 Maybe = Optional[Tensor]
 Formula = Callable[..., Sequence[Maybe]]
@@ -119,9 +119,10 @@ class _Call:
         except mps.Refused as refused:
             if mps.strict():
                 raise mps.Refused(self.name, refused.reason, mps.STRICT) from None
-            for fresh, x in zip(made, self.by_formula(*args)):
-                if x is not None:
-                    fresh.copy_(x)
+            with torch.no_grad(), with_autograd():
+                for fresh, x in zip(made, self.by_formula(*args)):
+                    if x is not None:
+                        fresh.copy_(x)
             mps.launcher.ran(self.name, "pytorch", refused.reason)
         return _as_torch(made)
 
