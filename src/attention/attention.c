@@ -135,10 +135,13 @@ static orchard_status forward_outputs(const orch_op *op, void *caller_args)
     orchard_attention_forward_args *args = caller_args;
     const orchard_tensor *q = &args->attention.q, *v = &args->attention.v;
     int64_t size[ORCHARD_MAX_RANK];
-    const bool ranked = q->rank >= 1 && q->rank <= ORCHARD_MAX_RANK && v->rank == q->rank;
-    if (!ranked) {
-        return orch_fail(ORCHARD_ERROR_SHAPE, "%s: q has rank %d and v has %d, must be 3 or 4",
-                         op->name, (int)q->rank, (int)v->rank);
+    if (q->rank != 3 && q->rank != 4) {
+        return orch_fail(ORCHARD_ERROR_SHAPE, "%s: q has rank %d, must be 3 or 4", op->name,
+                         (int)q->rank);
+    }
+    if (v->rank != q->rank) {
+        return orch_fail(ORCHARD_ERROR_SHAPE, "%s: v has rank %d, must be %d as q", op->name,
+                         (int)v->rank, (int)q->rank);
     }
     memcpy(size, q->size, sizeof size);
     become(&args->lse, q->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32, q->rank - 1, size);
@@ -183,6 +186,7 @@ const orch_op orch_attention_forward_op = {
     .audit = orch_attention_forward_audit,
     .tuning_class = tuning_class,
     .flops = forward_flops,
+    .log = orch_attention_log,
 };
 
 const orch_op orch_attention_backward_op = {
@@ -198,18 +202,17 @@ const orch_op orch_attention_backward_op = {
     .audit = orch_attention_backward_audit,
     .tuning_class = tuning_class,
     .flops = backward_flops,
+    .log = orch_attention_log,
 };
 
 orchard_status orchard_attention_forward(orchard_ctx *ctx,
                                          const orchard_attention_forward_args *args)
 {
-    const orch_op *op = &orch_attention_forward_op;
-    return orch_attention_log(ctx, op, orch_dispatch(ctx, op, args));
+    return orch_op_call(ctx, &orch_attention_forward_op, args);
 }
 
 orchard_status orchard_attention_backward(orchard_ctx *ctx,
                                           const orchard_attention_backward_args *args)
 {
-    const orch_op *op = &orch_attention_backward_op;
-    return orch_attention_log(ctx, op, orch_dispatch(ctx, op, args));
+    return orch_op_call(ctx, &orch_attention_backward_op, args);
 }

@@ -412,6 +412,12 @@ orchard_status orch_dispatch(orchard_ctx *ctx, const orch_op *op, const void *ar
     return status;
 }
 
+orchard_status orch_op_call(orchard_ctx *ctx, const orch_op *op, const void *args)
+{
+    const orchard_status status = orch_dispatch(ctx, op, args);
+    return op->log ? op->log(ctx, op, status) : status;
+}
+
 orchard_status orchard_op_call(orchard_ctx *ctx, const char *name, const void *args)
 {
     const orch_op *op;
@@ -419,7 +425,7 @@ orchard_status orchard_op_call(orchard_ctx *ctx, const char *name, const void *a
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "op_call: op is NULL");
     }
     ORCH_TRY(orch_op_find("op_call", name, &op));
-    return orch_dispatch(ctx, op, args);
+    return orch_op_call(ctx, op, args);
 }
 
 /* ---- Explain, and other questions about a call ----------------------------------------------- */

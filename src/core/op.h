@@ -71,6 +71,9 @@ typedef struct orch_op {
     orch_audit_fn audit;
     void (*tuning_class)(const void *problem, char *text, size_t bytes);
     double (*flops)(const void *problem);
+    /* Optional. Tells a log of the room's own that a caller's call returned `status`; what it
+     * returns is the call's. */
+    orchard_status (*log)(orchard_ctx *ctx, const struct orch_op *op, orchard_status status);
 } orch_op;
 
 /* For designated initialisers: ORCH_NAMED(rms_norm_forward), ORCH_TABLE(operand, operands). */

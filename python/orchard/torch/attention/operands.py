@@ -47,9 +47,14 @@ class Forward(Signature):
         packed = operands.get("cu_seqlens_q") is not None
         made = outputs.new_outputs(q, v, packed)
         if made[0] is None:
-            self.complain(operands, options)
-            outputs.check_rank(self.op, packed, q=q, v=v)
+            self.complain_of_ranks(operands)
         return list(made)
+
+    def complain_of_ranks(self, operands: Operands) -> None:
+        """There are no outputs: the ranks of q and v are wrong."""
+        self.complain(operands, {})
+        packed = operands.get("cu_seqlens_q") is not None
+        outputs.check_rank(self.op, packed, q=operands["q"], v=operands["v"])
 
 
 class Backward(Signature):
