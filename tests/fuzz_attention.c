@@ -20,6 +20,7 @@
 enum {
     OUT,
     LSE,
+    LSE_REST,
     DQ,
     DK,
     DV,
@@ -139,9 +140,9 @@ static void describe(input *in, call *c)
     t[K] = rows(layout, dtype, B, G, S, D);
     t[V] = rows(layout, dtype, B, G, S, E);
     t[OUT] = t[DOUT] = rows(layout, dtype, B, H, T, E);
-    t[LSE] = t[DLSE] = rows(layout, wide, B, H, T, 1);
+    t[LSE] = rows(layout, wide, B, H, T, 1);
     drop_last_dimension(&t[LSE], 1);
-    drop_last_dimension(&t[DLSE], 1);
+    t[LSE_REST] = t[DLSE] = t[LSE];
     t[DQ] = t[Q], t[DK] = t[K], t[DV] = t[V];
     const int64_t scores[4] = {repeated & 1 ? 1 : B, repeated & 2 ? 1 : H, repeated & 4 ? 1 : T,
                                repeated & 8 ? 1 : S};
@@ -162,8 +163,8 @@ static void describe(input *in, call *c)
         c->options.max_t = T;
         c->options.max_s = S;
     }
-    for (int i = 0; i < 7; i++) {
-        const int which[] = {LSE, DQ, DK, DV, DBIAS, DSINKS, DLSE};
+    for (int i = 0; i < 8; i++) {
+        const int which[] = {LSE, DQ, DK, DV, DBIAS, DSINKS, DLSE, LSE_REST};
         const bool needs =
             (which[i] == DBIAS && !(present & 1)) || (which[i] == DSINKS && !(present & 8));
         if (gradients >> i & 1 || needs) {
@@ -419,7 +420,7 @@ static orchard_status run(orchard_ctx *ctx, const call *c, bool backward, bool r
     orchard_attention a = c->options;
     a.q = t[Q], a.k = t[K], a.v = t[V], a.bias = t[BIAS], a.mask = t[MASK], a.alibi = t[ALIBI];
     a.sinks = t[SINKS], a.key_lengths = t[LENGTHS], a.cu_seqlens_q = t[CU_Q],
-    a.cu_seqlens_k = t[CU_K];
+    a.cu_seqlens_k = t[CU_K], a.lse_rest = t[LSE_REST];
     const orchard_attention_forward_args forward = {.out = t[OUT], .lse = t[LSE], .attention = a};
     const orchard_attention_backward_args gradient = {.dq = t[DQ],
                                                       .dk = t[DK],

@@ -15,7 +15,7 @@ typedef struct operand {
     orchard_tensor *tensor;
 } operand;
 
-enum { INPUTS = 10, FORWARD_OUTPUTS = 2, BACKWARD_OUTPUTS = 5, MAX_OPERANDS = 19 };
+enum { INPUTS = 10, FORWARD_OUTPUTS = 3, BACKWARD_OUTPUTS = 5, MAX_OPERANDS = 20 };
 
 static int list_inputs(fixture *f, operand *list)
 {
@@ -38,15 +38,19 @@ static int list_inputs(fixture *f, operand *list)
 static int list_operands(fixture *f, int backward, operand *list, int *outputs)
 {
     if (!backward) {
-        const operand own[] = {{"out", &f->forward.out}, {"lse", &f->forward.lse}};
+        const operand own[] = {{"out", &f->forward.out},
+                               {"lse", &f->forward.lse},
+                               {"lse_rest", &f->attention.lse_rest}};
         memcpy(list, own, sizeof own);
         *outputs = FORWARD_OUTPUTS;
         return FORWARD_OUTPUTS + list_inputs(f, list + FORWARD_OUTPUTS);
     }
     orchard_attention_backward_args *b = &f->backward;
-    const operand own[] = {{"dq", &b->dq},       {"dk", &b->dk},         {"dv", &b->dv},
-                           {"dbias", &b->dbias}, {"dsinks", &b->dsinks}, {"dout", &b->dout},
-                           {"dlse", &b->dlse},   {"out", &b->out},       {"lse", &b->lse}};
+    const operand own[] = {{"dq", &b->dq},         {"dk", &b->dk},
+                           {"dv", &b->dv},         {"dbias", &b->dbias},
+                           {"dsinks", &b->dsinks}, {"dout", &b->dout},
+                           {"dlse", &b->dlse},     {"out", &b->out},
+                           {"lse", &b->lse},       {"lse_rest", &f->attention.lse_rest}};
     const int count = (int)(sizeof own / sizeof *own);
     memcpy(list, own, sizeof own);
     *outputs = BACKWARD_OUTPUTS;
@@ -88,10 +92,13 @@ static void check_pair(fixture_layout layout, int backward, int i, int j, placem
     static fixture_memory before;
     static _Alignas(64) char arena[16384];
     static char arena_before[sizeof arena];
+    static float rest[FIXTURE_FLOATS];
     operand list[MAX_OPERANDS];
     int outputs;
     char expected[160];
     fixture_start(&f, layout);
+    f.attention.lse_rest = f.forward.lse;
+    f.attention.lse_rest.data = rest;
     const int count = list_operands(&f, backward, list, &outputs);
     if (j >= count || !list[j].tensor->rank) {
         return;

@@ -199,19 +199,21 @@ static void move_out(problem *p, bool readable)
     connect(p);
 }
 
-/* A problem before the call: outputs hold a pattern, backward's out and lse what the CPU wrote. */
+/* A problem before the call: outputs hold a pattern, what backward reads of forward what the CPU
+ * wrote. */
 static void prepare(problem *p, const problem *done)
 {
     problem_make(p, &the_case, 5);
     outputs_reset(p, UNTOUCHED);
-    for (int i = OUT; i <= LSE && now->backward; i++) {
+    for (int i = OUT; i <= LSE_REST && now->backward; i++) {
         memcpy(p->box[i].block, done->box[i].block, p->box[i].block_bytes);
     }
 }
 
 static bool same_bytes(const problem *p, const problem *want, bool inputs, bool outputs)
 {
-    const int first_output = now->backward ? DQ : OUT, last_output = now->backward ? DSINKS : LSE;
+    const int first_output = now->backward ? DQ : OUT;
+    const int last_output = now->backward ? DSINKS : LSE_REST;
     for (int i = 0; i < OPERANDS; i++) {
         const bool is_output = i >= first_output && i <= last_output;
         if ((is_output ? outputs : inputs) && p->box[i].present &&
@@ -226,7 +228,8 @@ static bool same_bytes(const problem *p, const problem *want, bool inputs, bool 
  * kernel, or none, exceeds. */
 static bool same_values(const problem *p, const problem *want)
 {
-    const int first_output = now->backward ? DQ : OUT, last_output = now->backward ? DSINKS : LSE;
+    const int first_output = now->backward ? DQ : OUT;
+    const int last_output = now->backward ? DSINKS : LSE_REST;
     for (int i = first_output; i <= last_output; i++) {
         const box *x = &p->box[i], *y = &want->box[i];
         for (int64_t n = 0; x->present && n < box_elements(x); n++) {
@@ -367,7 +370,7 @@ static void check_lost(orchard_ctx *ctx, problem *p, const problem *before, cons
     move_out(p, false);
     EXPECT(same_bytes(p, before, true, false));
     outputs_reset(p, UNTOUCHED);
-    for (int i = OUT; i <= LSE && now->backward; i++) {
+    for (int i = OUT; i <= LSE_REST && now->backward; i++) {
         memcpy(p->box[i].block, want->box[i].block, p->box[i].block_bytes);
     }
     orchard_ctx *next = make_tested();

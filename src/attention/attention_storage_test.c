@@ -179,11 +179,11 @@ static bool can_move(const problem *p, int n)
     return p->box[n].present && box_elements(&p->box[n]) > 0;
 }
 
-/* How often operand n is bound: lse and out are operands of both calls, as are all inputs of
+/* How often operand n is bound: out, lse and its rest are operands of both calls, as are all inputs of
  * forward. */
 static uint64_t bindings_of(const problem *p, int n)
 {
-    const bool forward = n < DOUT || n == OUT || n == LSE;
+    const bool forward = n < DOUT || n == OUT || n == LSE || n == LSE_REST;
     return (forward ? 1u : 0u) + (p->has_backward ? 1u : 0u);
 }
 
