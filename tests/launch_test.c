@@ -148,7 +148,7 @@ static void check_call(const attention_case *c, const orch_op *op, const void *a
     WORKS(orchard_explain(ctx, name, args, &explanation));
     for (int32_t way = 0; way < 3; way++) {
         orchard_launches *plan = NULL;
-        memcpy(moved, args, op->layouts[1].size);
+        memcpy(moved, args, op->layouts[op->layout_count - 1].size);
         if (way) {
             move_away(op, moved, way == 2);
         }

@@ -132,8 +132,18 @@ static real dlse_of(const orch_attention *p, const orch_attention_task *task, co
     return p->dlse.present ? (real)orch_element_load(p->dlse.dtype, p->dlse.data, at) : 0;
 }
 
-/* Marks rows that see nothing where their lse cannot tell, since it is the sink: those of which
- * something is not finite, the others do no harm. True if there are any. */
+static bool sees_nothing(const orch_attention *p, const orch_attention_task *task, const panel *n,
+                         int lane)
+{
+    int64_t j = n->lane_lo[lane];
+    while (j < n->lane_hi[lane] && pair_is_hidden(p, task->b, n->head[lane], n->query[lane], j)) {
+        j++;
+    }
+    return j == n->lane_hi[lane];
+}
+
+/* Marks rows that see nothing where their lse cannot tell, since it is the sink or that of a larger
+ * softmax: those of which something is not finite, the others do no harm. True if there are any. */
 static bool mark_fully_masked(const orch_attention *p, const orch_attention_task *task,
                               gradient_state *state, int64_t index)
 {
@@ -152,15 +162,10 @@ static bool mark_fully_masked(const orch_attention *p, const orch_attention_task
         v_store(sums + c, sum);
     }
     for (int lane = 0; lane < n->lanes; lane++) {
-        int64_t j = n->lane_lo[lane];
         if (n->fully_masked[lane] || sums[lane] + dlse_of(p, task, n, lane) * 0 == 0) {
             continue;
         }
-        while (j < n->lane_hi[lane] &&
-               pair_is_hidden(p, task->b, n->head[lane], n->query[lane], j)) {
-            j++;
-        }
-        n->fully_masked[lane] = j == n->lane_hi[lane];
+        n->fully_masked[lane] = sees_nothing(p, task, n, lane);
         any = any || n->fully_masked[lane];
     }
     return any;
@@ -182,9 +187,13 @@ static void panel_delta(const orch_attention *p, const orch_attention_task *task
     }
     v_store(delta, sum[0]);
     v_store(delta + VW, sum[1]);
-    for (int lane = 0; lane < n->lanes && p->dlse.present; lane++) {
+    for (int lane = 0; lane < n->lanes; lane++) {
         if (!n->fully_masked[lane]) {
             delta[lane] -= dlse_of(p, task, n, lane);
+        }
+        /* An out that is not finite comes in here alone, and 0 times it would be NaN. */
+        if (!isfinite(delta[lane]) && sees_nothing(p, task, n, lane)) {
+            delta[lane] = 0;
         }
     }
 }
@@ -201,7 +210,7 @@ static void gradient_start(const orch_attention_cpu_plan *plan, const orch_atten
         do {
             panel_pack(state->q + n * p->D * PANEL, at, &p->q, task, p->D, query_scale(p));
             panel_pack(state->dout + n * p->E * PANEL, at, &p->dout, task, p->E, 1);
-        } while (p->sinks.present && mark_fully_masked(p, task, state, n));
+        } while (mark_fully_masked(p, task, state, n));
         if (coarse) {
             panel_refine(plan, task, state, n);
         }
