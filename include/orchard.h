@@ -24,9 +24,11 @@
 
 #include <orchard/core.h>
 
+#include <orchard/activation.h>
 #include <orchard/attention.h>
 #include <orchard/devices.h>
 #include <orchard/launch.h>
+#include <orchard/norm.h>
 #include <orchard/ops.h>
 #include <orchard/record.h>
 #include <orchard/softmax.h>

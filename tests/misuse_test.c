@@ -422,6 +422,14 @@ static void null_pointers(fixture *f)
                    "explanation is NULL");
     expect_refusal("explain", "explain", orchard_explain(ctx, "attend", &f->forward, &explanation),
                    bad, "there is no operation \"attend\"");
+    expect_refusal("op_call", forward, orchard_op_call(NULL, forward, &f->forward), bad,
+                   "ctx is NULL");
+    expect_refusal("op_call", forward, orchard_op_call(ctx, forward, NULL), bad, "args is NULL");
+    expect_refusal("op_call", "op_call", orchard_op_call(ctx, NULL, &f->forward), bad,
+                   "op is NULL");
+    expect_refusal("op_call", "op_call", orchard_op_call(ctx, "attend", &f->forward), bad,
+                   "there is no operation \"attend\"");
+    CHECK_INT(orchard_op_call(ctx, forward, &f->forward), ORCHARD_OK);
     orchard_device_info info;
     expect_refusal("ctx_device", "ctx_device", orchard_ctx_device(NULL, "opencl", &info), bad,
                    "ctx is NULL");

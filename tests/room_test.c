@@ -11,15 +11,35 @@
  * On every instruction set, or with --backend NAME on that backend; --only TEXT runs the cases that
  * hold the text, --orders runs Metal's threads in several orders. A case that fails prints its
  * line, dtype and layout. */
-#include "room_checks.h"
+#define _DEFAULT_SOURCE
+#include "room_faults.h"
+#include "room_inout.h"
+#include "room_launches.h"
+#include "room_memory.h"
 
 extern const char *const orch_cases[];
 
 static const orchard_dtype dtypes[] = {ORCHARD_F64, ORCHARD_F32, ORCHARD_F16, ORCHARD_BF16};
-static const char *only, *backend;
 static orchard_ctx *ref;
+static storage_test storages;
+static orchard_device_info device;
+static const char *far_op = ""; /* whose operands were far away last */
 
 /* ---- Values ---------------------------------------------------------------------------------- */
+
+/* A strict context whose calls are audited, by the bound of the room's own where the description
+ * has none. */
+static orchard_ctx *audited(const char *name)
+{
+    orchard_ctx *ctx;
+    setenv("ORCHARD_AUDIT", "1", 1);
+    if (orchard_ctx_create(&ctx, &(orchard_ctx_opts){.backend = name, .threads = 2, .strict = 1})) {
+        fprintf(stderr, "%s\n", orchard_last_error());
+        exit(1);
+    }
+    unsetenv("ORCHARD_AUDIT");
+    return ctx;
+}
 
 static void check_values(const room_place_of *at, orchard_ctx *ctx)
 {
@@ -145,6 +165,11 @@ static void check_gradient(const room_place_of *at)
 
 /* ---- All cases ------------------------------------------------------------------------------- */
 
+static bool is_asked_for(const char *line)
+{
+    return strncmp(line, "bench ", 6) != 0 && (!only || strstr(line, only));
+}
+
 static bool is_backward(const char *line)
 {
     const char *end = strchr(line, ' ');
@@ -157,6 +182,7 @@ static void on_host(const char *line)
     orchard_ctx *ctx[8];
     int count = 0;
     const room_place_of in_double = {line, ORCHARD_F64, DENSE};
+    orchard_ctx *judged[] = {audited("ref"), audited("cpu")};
     for (int i = 0; orchard_cpu_name(i); i++) {
         const int32_t threads[] = {1, 2, 7};
         for (int k = 0; k < (i ? 1 : 3); k++) {
@@ -166,8 +192,8 @@ static void on_host(const char *line)
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
         for (int layout = DENSE; layout < ROOM_LAYOUTS; layout++) {
             const room_place_of at = {line, dtypes[d], (room_layout)layout};
-            check_values(&at, ref);
-            check_values(&at, ctx[0]);
+            check_values(&at, judged[0]);
+            check_values(&at, judged[1]);
             check_bits(&at, ctx, count);
         }
         const room_place_of at = {line, dtypes[d], DENSE};
@@ -180,44 +206,171 @@ static void on_host(const char *line)
     while (count) {
         orchard_ctx_free(ctx[--count]);
     }
+    orchard_ctx_free(judged[0]);
+    orchard_ctx_free(judged[1]);
+}
+
+/* Every kind of memory; fp64 is no device's business: the CPU takes the call, wherever operands
+ * are. */
+static void on_device_memory(const char *line, orchard_ctx *lenient)
+{
+    static const room_layout layouts[] = {DENSE, PADDED_ROWS, INTERLEAVED};
+    room_place_of at = {line, ORCHARD_F32, DENSE};
+    storages.at = &at;
+    storages.ctx = lenient;
+    for (int i = 0; i < 3; i++) {
+        at.dtype = i == 1 ? ORCHARD_BF16 : ORCHARD_F32;
+        at.layout = layouts[i];
+        storages.takes = backend;
+        check_storage(&storages, ref);
+        at.dtype = ORCHARD_F64;
+        storages.takes = "cpu";
+        check_storage(&storages, ref);
+    }
+    storages.takes = backend;
+    at = (room_place_of){line, ORCHARD_F16, DENSE};
+    const size_t length = strcspn(line, " ");
+    if (strncmp(far_op, line, length + 1) != 0 &&
+        check_far_operands(&storages, ref, device.buffer_bytes)) {
+        far_op = line;
+    }
 }
 
 static void on_device(const char *line)
 {
+    char order[32];
+    snprintf(order, sizeof order, "%s,cpu,ref", backend);
     orchard_ctx *ctx = room_context(backend, NULL, 2);
+    orchard_ctx *lenient = room_context(order, NULL, 2);
+    on_device_memory(line, lenient);
+    orchard_ctx *judged = audited(backend);
+    orchard_ctx_free(lenient);
     for (size_t d = 1; d < sizeof dtypes / sizeof *dtypes; d++) {
         for (int layout = DENSE; layout < ROOM_LAYOUTS; layout += d == 1 ? 1 : 3) {
             const room_place_of at = {line, dtypes[d], (room_layout)layout};
-            check_values(&at, ctx);
+            check_values(&at, judged);
             check_bits(&at, &ctx, 1);
         }
         const room_place_of at = {line, dtypes[d], DENSE};
         check_explain(&at, ref, ctx, backend);
         check_record(&at, ref, ctx);
     }
+    orchard_ctx_free(judged);
     orchard_ctx_free(ctx);
+}
+
+static orchard_ctx *opened;
+
+static void launches(void)
+{
+    check_all_launches(orch_cases, is_asked_for, ref);
+}
+
+/* A GPU without matrices has other kernels. */
+static void launches_without_matrices(void)
+{
+    setenv("METAL_STANDIN_FAMILY", "6", 1);
+    launches();
+}
+
+static bool begin_device(void)
+{
+    use_counting_device();
+    run_group("launches", launches); /* in processes of their own: they open the device */
+    if (is_metal) {
+        run_group("launches without matrices", launches_without_matrices);
+    }
+    opened = room_context(backend, NULL, 1);
+    if (orchard_ctx_device(opened, backend, &device)) {
+        CHECK_FAIL("%s", orchard_last_error());
+        return false;
+    }
+    storages.wrap_alignment = device.wrap_alignment;
+    return true;
+}
+
+static void end_device(void)
+{
+    CHECK(is_metal ? apple.counter("objects_live") > 0 : opencl.live("context") > 0);
+    CHECK(only || !device.wrap_alignment || storages.wrapped);
+    orchard_ctx_free(opened);
+    check_nothing_left();
+}
+
+/* The case of each operation that has the most operands. */
+static int richest(const char **lines)
+{
+    static char op[64][64];
+    int most[64], count = 0;
+    for (int i = 0; orch_cases[i]; i++) {
+        room_call c;
+        if (!is_asked_for(orch_cases[i]) ||
+            !room_make(&c, ref, orch_cases[i], ORCHARD_F32, DENSE, 1)) {
+            continue;
+        }
+        int n = 0;
+        while (n < count && strcmp(op[n], c.op->name) != 0) {
+            n++;
+        }
+        if (n == count && n < 64) {
+            snprintf(op[n], sizeof op[n], "%s", c.op->name);
+            most[count++] = 0;
+        }
+        if (c.count >= most[n] && !has_empty(&c)) {
+            most[n] = c.count;
+            lines[n] = orch_cases[i];
+        }
+        room_free(&c);
+    }
+    return count;
+}
+
+static int usage(void)
+{
+    fprintf(stderr, "usage: room_test [--backend NAME [--faults]] [--only TEXT] [--messages]\n");
+    return 2;
 }
 
 int main(int argc, char **argv)
 {
+    bool faults = false;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--backend") == 0 && i + 1 < argc) {
             backend = argv[++i];
         } else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc) {
             only = argv[++i];
+        } else if (strcmp(argv[i], "--faults") == 0) {
+            faults = true;
+        } else if (strcmp(argv[i], "--messages") == 0) {
+            fixture_messages = 1;
         } else {
-            fprintf(stderr, "usage: room_test [--backend NAME] [--only TEXT]\n");
-            return 2;
+            return usage();
         }
     }
+    is_metal = backend && strcmp(backend, "metal") == 0;
+    orch_audit_rows = ORCH_AUDIT_ALL;
     ref = room_context("ref", NULL, 1);
-    for (int i = 0; orch_cases[i]; i++) {
-        const char *line = orch_cases[i];
-        if (strncmp(line, "bench ", 6) == 0 || (only && !strstr(line, only))) {
-            continue;
+    if (faults) {
+        const char *lines[64];
+        if (!backend) {
+            return usage();
         }
-        (backend ? on_device : on_host)(line);
+        check_inout_faults();
+        check_faults(lines, richest(lines));
+    } else {
+        check_inout(orch_cases, is_asked_for, ref);
+        check_scratch_stays(orch_cases, is_asked_for, ref);
+    }
+    if (!faults && (!backend || begin_device())) {
+        for (int i = 0; orch_cases[i]; i++) {
+            if (is_asked_for(orch_cases[i])) {
+                (backend ? on_device : on_host)(orch_cases[i]);
+            }
+        }
     }
     orchard_ctx_free(ref);
+    if (opened) {
+        end_device();
+    }
     return check_report("room");
 }

@@ -42,7 +42,9 @@ typedef struct orchard_operand_info {
     const char *shape;
     /* Its element type, words between slashes: "float" (f64, f32, f16 or bf16), "x" (that of the
      * operand x), "x/f32" (that of x, or f32; f64 stays f64), "wide" (f64 where the operation's
-     * first float operand is f64, f32 otherwise), "bool", "index" (i32 or i64). */
+     * first float operand is f64, f32 otherwise), "bool", "index" (i32 or i64). The first word is
+     * the usual one; an absent operand's does not count, and where none is left, this operand must
+     * be absent too. */
     const char *dtype;
     /* Inputs that this output may be, as the very same view: "x residual". NULL: none. */
     const char *in_place;
@@ -80,6 +82,9 @@ ORCHARD_API const orchard_option_info *orchard_op_option(const char *op, int32_t
  * input (dbias without bias) become absent; clear others that you do not want. Operations without
  * shapes in letters take what the call's own check would. */
 ORCHARD_API orchard_status orchard_op_outputs(orchard_ctx *ctx, const char *op, void *args);
+
+/* The call of that name: orchard_<op>(ctx, args). */
+ORCHARD_API orchard_status orchard_op_call(orchard_ctx *ctx, const char *op, const void *args);
 
 #ifdef __cplusplus
 }

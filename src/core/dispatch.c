@@ -408,6 +408,16 @@ orchard_status orch_dispatch(orchard_ctx *ctx, const orch_op *op, const void *ar
     return status;
 }
 
+orchard_status orchard_op_call(orchard_ctx *ctx, const char *name, const void *args)
+{
+    const orch_op *op;
+    if (!name) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "op_call: op is NULL");
+    }
+    ORCH_TRY(orch_op_find("op_call", name, &op));
+    return orch_dispatch(ctx, op, args);
+}
+
 /* ---- Explain, and other questions about a call ----------------------------------------------- */
 
 static void explain_route(const call_state *j, int32_t taker, orchard_explanation *explanation)

@@ -90,10 +90,13 @@ const char *orch_gpu_ask(const orch_call *call, orch_plan *plan)
 /* ---- Kernels --------------------------------------------------------------------------------- */
 
 void orch_gpu_source(const orch_gpu_launch *launch, const char *language,
-                     const char *pieces[ORCH_GPU_PIECES])
+                     char first[ORCH_GPU_FIRST_PIECE], const char *pieces[ORCH_GPU_PIECES])
 {
-    pieces[0] = launch->defines;
-    pieces[1] = strcmp(language, "metal") == 0 ? orch_text_prelude_metal : orch_text_prelude_cl;
+    const bool metal = strcmp(language, "metal") == 0;
+    snprintf(first, ORCH_GPU_FIRST_PIECE, "%s%s", metal ? "#include <metal_stdlib>\n" : "",
+             launch->defines);
+    pieces[0] = first;
+    pieces[1] = metal ? orch_text_prelude_metal : orch_text_prelude_cl;
     pieces[2] = launch->common;
     pieces[3] = launch->helpers ? launch->helpers : "";
     pieces[4] = launch->text;
@@ -103,7 +106,8 @@ static orchard_status kernel_of(orchard_ctx *ctx, orch_device *device,
                                 const orch_gpu_launch *launch, const orch_kernel **kernel)
 {
     const char *parts[ORCH_GPU_PIECES];
-    orch_gpu_source(launch, device->class->language, parts);
+    char first[ORCH_GPU_FIRST_PIECE];
+    orch_gpu_source(launch, device->class->language, first, parts);
     size_t bytes = 1;
     for (int i = 0; i < ORCH_GPU_PIECES; i++) {
         bytes += strlen(parts[i]);

@@ -21,7 +21,7 @@ _Static_assert(ORCH_MAX_OPERANDS + ORCH_GPU_MAX_SCRATCH + 2 <= ORCH_MAX_ARGUMENT
 
 /* One launch, with the memory behind its pointers. */
 typedef struct told {
-    char defines[ORCH_GPU_DEFINES];
+    char first[ORCH_GPU_FIRST_PIECE]; /* of the text */
     int64_t ints[ORCH_GPU_MAX_INTS + ORCH_GPU_OWN_INTS];
 } told;
 
@@ -144,9 +144,7 @@ static void tell_launch(orchard_launch *launch, told *t, orch_gpu_plan *plan, in
                                .int_count = orch_gpu_set_ints(plan, planned),
                                .ints = t->ints};
     memcpy(launch->groups, planned->groups, sizeof launch->groups);
-    orch_gpu_source(planned, language, launch->source);
-    memcpy(t->defines, planned->defines, sizeof t->defines);
-    launch->source[0] = t->defines;
+    orch_gpu_source(planned, language, t->first, launch->source);
     memcpy(t->ints, plan->ints, (size_t)launch->int_count * sizeof *t->ints);
 }
 

@@ -81,6 +81,15 @@ void orch_rows_make(orch_rows *rows, const orch_op *op, const void *args, int32_
     rows->column_dims = merge(rows, rows->column_size, count, true);
 }
 
+void orch_rows_flat(orch_rows *rows, const orch_op *op, const void *args, int32_t like)
+{
+    const int32_t rank = orch_op_tensor(op, args, like)->rank;
+    int32_t first = 0;
+    do {
+        orch_rows_make(rows, op, args, like, first, rank - first);
+    } while (rows->column_dims > 1 && first++ < rank);
+}
+
 double orch_rows_load(const orch_rows *rows, int32_t operand, int64_t row, int64_t column)
 {
     const orch_rows_operand *of = &rows->of[operand];

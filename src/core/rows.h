@@ -33,6 +33,10 @@ typedef struct orch_rows {
 void orch_rows_make(orch_rows *rows, const orch_op *op, const void *args, int32_t like,
                     int32_t first, int32_t count);
 
+/* For elementwise operations, whose operands all have the shape of `like`: columns are as many of
+ * the last dimensions as every operand walks as one, of dense tensors all. */
+void orch_rows_flat(orch_rows *rows, const orch_op *op, const void *args, int32_t like);
+
 /* Where a row, or a column within its row, begins: in elements. */
 static inline int64_t orch_rows_row(const orch_rows *rows, int32_t operand, int64_t row)
 {

@@ -2,6 +2,7 @@
 #include "core/shape.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -35,7 +36,8 @@ static orchard_dtype wide(orchard_dtype dtype)
 
 #define MOST_DTYPES 4
 
-/* Adds what one word of a rule allows; a name whose operand is absent allows nothing. */
+/* Adds what one word of a rule allows; a name whose operand is absent allows nothing, nor does f32
+ * without a word before it that does. */
 static int add_word(const orch_op *op, const void *args, const orch_shape *shape, const char *word,
                     size_t length, orchard_dtype *allowed, int count)
 {
@@ -50,7 +52,10 @@ static int add_word(const orch_op *op, const void *args, const orch_shape *shape
         return 2;
     }
     const bool is_wide = length == 4 && memcmp(word, "wide", 4) == 0;
-    if (is_wide || (length == 3 && memcmp(word, "f32", 3) == 0 && !first)) {
+    if (is_wide || (length == 3 && memcmp(word, "f32", 3) == 0)) {
+        if (!is_wide && first) {
+            return count;
+        }
         allowed[count] = wide(is_wide ? shape->dtype : allowed[count - 1]);
         return count + 1;
     }
@@ -66,8 +71,8 @@ static int add_word(const orch_op *op, const void *args, const orch_shape *shape
     return count + 1;
 }
 
-/* The dtypes that a rule allows, best first; returns how many, 0 where the rule hangs on an operand
- * that is absent. */
+/* The dtypes that a rule allows, best first; returns how many, 0 where the rule hangs on operands
+ * that are absent. */
 static int allowed_dtypes(const orch_op *op, const void *args, const orch_shape *shape,
                           const char *rule, orchard_dtype allowed[MOST_DTYPES])
 {
@@ -75,11 +80,7 @@ static int allowed_dtypes(const orch_op *op, const void *args, const orch_shape 
     for (const char *word = rule; word;) {
         const char *slash = strchr(word, '/');
         const size_t length = slash ? (size_t)(slash - word) : strlen(word);
-        const int before = count;
         count = add_word(op, args, shape, word, length, allowed, count);
-        if (count == before) {
-            break;
-        }
         word = slash ? slash + 1 : NULL;
     }
     return count;
@@ -97,9 +98,13 @@ static orchard_status check_dtype(const orch_op *op, const void *args, int32_t i
             shape->dtype = shape->dtype || !is_float(dtype) ? shape->dtype : dtype;
             return ORCHARD_OK;
         }
-        if (n == 0 || allowed[n] != allowed[n - 1]) {
+        if (!strstr(list, orchard_dtype_name(allowed[n]))) {
             strcat(strcat(list, n ? " or " : ""), orchard_dtype_name(allowed[n]));
         }
+    }
+    if (!count) {
+        snprintf(list, sizeof list, "left out without %.*s", (int)strcspn(operand->dtype, "/"),
+                 operand->dtype);
     }
     return orch_fail(ORCHARD_ERROR_DTYPE, "%s: %s is %s, must be %s", op->name, operand->name,
                      orchard_dtype_name(dtype), list);

@@ -29,6 +29,21 @@ ORCH_INLINE void v_store_part(real *p, v_real a, int64_t n)
     }
 }
 
+/* The vector of columns c ... of a row, whose end may lie within. */
+ORCH_INLINE v_real row_vector(const real *row, int64_t c, int64_t columns, real fill)
+{
+    return columns - c < VW ? v_load_part(row + c, columns - c, fill) : v_load(row + c);
+}
+
+ORCH_INLINE void row_set_vector(real *row, int64_t c, int64_t columns, v_real a)
+{
+    if (columns - c < VW) {
+        v_store_part(row + c, a, columns - c);
+    } else {
+        v_store(row + c, a);
+    }
+}
+
 /* Whether rows of the operand are dense reals already. */
 ORCH_INLINE bool row_is_direct(const orch_rows *rows, int32_t operand)
 {
@@ -64,6 +79,20 @@ static inline const real *row_read(const orch_rows *rows, int32_t operand, int64
     return buffer;
 }
 
+/* The one row of an operand without rows (a weight), plus `offset`; NULL: it is absent. */
+static inline const real *row_read_shifted(const orch_rows *rows, int32_t operand, int64_t columns,
+                                           real offset, real *buffer)
+{
+    if (!rows->of[operand].present) {
+        return NULL;
+    }
+    const real *row = row_read(rows, operand, 0, 0, columns, buffer);
+    for (int64_t c = 0; c < columns && offset != 0; c++) {
+        buffer[c] = row[c] + offset;
+    }
+    return offset != 0 ? buffer : row;
+}
+
 /* Where to write columns of a row: in place, or `buffer`, which row_written then brings home.
  * NaNs must be canonical (v_canonical) before they are written. */
 static inline real *row_target(const orch_rows *rows, int32_t operand, int64_t row, int64_t from,
@@ -90,6 +119,87 @@ static inline void row_written(const orch_rows *rows, int32_t operand, int64_t r
                   1);
     }
 }
+
+/* ---- Elementwise: ROW_STEP columns at a time, in registers ------------------------------------ */
+
+typedef struct row_view {
+    const orch_rows *rows;
+    char *at; /* the row's first element */
+    int32_t operand, size;
+    orchard_dtype dtype;
+    bool dense; /* its elements are neighbours */
+} row_view;
+
+static inline row_view row_view_of(const orch_rows *rows, int32_t operand, int64_t row)
+{
+    const orch_rows_operand *of = &rows->of[operand];
+    const bool dense = rows->column_dims <= 1 && (of->column[0] == 1 || rows->columns <= 1);
+    return (row_view){rows,      row_address(rows, operand, row),
+                      operand,   (int32_t)orchard_dtype_size(of->dtype),
+                      of->dtype, dense};
+}
+
+/* Columns [c, c + n) of the row, n <= ROW_STEP; the other lanes are 0. */
+ORCH_INLINE void row_load(const row_view *row, int64_t c, int64_t n, v_real x[4])
+{
+    if (row->dense && n == ROW_STEP) {
+        const char *from = row->at + c * row->size;
+#define CALL(type, bytes)                                  \
+    for (int i = 0; i < 4; i++) {                          \
+        x[i] = load_vector(from + i * VW * (bytes), type); \
+    }
+        PACK_FOR_DTYPE(row->dtype, CALL)
+#undef CALL
+        return;
+    }
+    real lanes[ROW_STEP] = {0};
+    if (row->dense) {
+        copy_rows(lanes, n, row->at + c * row->size, row->dtype, 0, 1, 1, n);
+    } else {
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t column = orch_rows_column(row->rows, row->operand, c + i);
+            lanes[i] = load_real(row->at + column * row->size, row->dtype);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        x[i] = v_load(lanes + i * VW);
+    }
+}
+
+/* The opposite; NaNs become canonical. */
+ORCH_INLINE void row_store(const row_view *row, int64_t c, int64_t n, const v_real x[4])
+{
+    real lanes[ROW_STEP];
+    const bool whole = row->dense && n == ROW_STEP;
+    for (int i = 0; i < 4; i++) {
+        const v_real a = v_canonical(x[i]);
+        char *to = row->at + (c + i * VW) * row->size;
+        if (whole && row->size == sizeof(real)) {
+            v_store((real *)to, a);
+            continue;
+        }
+#if defined(ORCH_REAL_F32)
+        if (whole && row->dtype == ORCHARD_F16) {
+            v_store_f16((uint16_t *)to, a);
+            continue;
+        }
+        if (whole) {
+            v_store_bf16((uint16_t *)to, a);
+            continue;
+        }
+#endif
+        v_store(lanes + i * VW, a);
+    }
+    if (row->dense && !whole) {
+        store_row(row->at + c * row->size, row->dtype, 1, lanes, n);
+    }
+    for (int64_t i = 0; i < n && !row->dense; i++) {
+        const int64_t column = orch_rows_column(row->rows, row->operand, c + i);
+        store_row(row->at + column * row->size, row->dtype, 1, lanes + i, 1);
+    }
+}
+
+/* ---- Numbers and sums ------------------------------------------------------------------------- */
 
 /* The one number of an operand without columns. */
 ORCH_INLINE real row_number(const orch_rows *rows, int32_t operand, int64_t row)

@@ -134,11 +134,7 @@ ORCH_INLINE void store_row_of(char *dst, orchard_dtype dtype, size_t size, int64
             continue;
         }
         if (dtype == ORCHARD_BF16) {
-            real lanes[VW];
-            v_store(lanes, a);
-            for (int i = 0; i < VW; i++) {
-                ((uint16_t *)dst)[c + i] = orch_f32_to_bf16(lanes[i]);
-            }
+            v_store_bf16((uint16_t *)dst + c, a);
             continue;
         }
 #endif

@@ -12,7 +12,8 @@
  *   v_exponent(a)    the low bits of a, shifted into the exponent: 2^n from a rounded number n
  *   v_sum(a)         lanes added as ((0+4)+(2+6)) + ((1+5)+(3+7)), or (0+2)+(1+3)
  *   v_transpose(r)   VW vectors as a VW x VW matrix
- *   v_load_f16 v_load_bf16 v_load_u8        VW elements widened */
+ *   v_load_f16 v_load_bf16 v_load_u8        VW elements widened
+ *   v_store_f16 v_store_bf16                rounded to nearest even; NaNs must be canonical */
 #ifndef ORCH_SIMD_H
 #define ORCH_SIMD_H
 

@@ -151,6 +151,16 @@ ORCH_INLINE void v_store_f16(uint16_t *p, v_real a)
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
 
+ORCH_INLINE void v_store_bf16(uint16_t *p, v_real a)
+{
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i more = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i wide = _mm256_srli_epi32(_mm256_add_epi32(bits, more), 16);
+    const __m128i low = _mm256_castsi256_si128(wide), high = _mm256_extracti128_si256(wide, 1);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(low, high));
+}
+
 #else
 
 ORCH_INLINE v_real v_exponent(v_real a)

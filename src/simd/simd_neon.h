@@ -189,6 +189,18 @@ ORCH_INLINE void v_store_f16(uint16_t *p, v_real a)
     vst1q_u16(p, vreinterpretq_u16_f16(halves));
 }
 
+ORCH_INLINE uint16x4_t to_bf16(float32x4_t a)
+{
+    const uint32x4_t bits = vreinterpretq_u32_f32(a);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    return vshrn_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+}
+
+ORCH_INLINE void v_store_bf16(uint16_t *p, v_real a)
+{
+    vst1q_u16(p, vcombine_u16(to_bf16(a.lo), to_bf16(a.hi)));
+}
+
 #else
 
 ORCH_INLINE double v_sum(v_real a)

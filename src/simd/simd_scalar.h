@@ -189,6 +189,11 @@ ORCH_INLINE void v_store_f16(uint16_t *p, v_real a)
     EACH_LANE p[i] = orch_f32_to_f16(a.lane[i]);
 }
 
+ORCH_INLINE void v_store_bf16(uint16_t *p, v_real a)
+{
+    EACH_LANE p[i] = orch_f32_to_bf16(a.lane[i]);
+}
+
 #endif
 
 #undef EACH_LANE

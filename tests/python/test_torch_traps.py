@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 import orchard
 from orchard import _library
-from orchard.torch import autograd, ops
+from orchard.torch.attention import autograd, ops
 from orchard.torch import scaled_dot_product_attention as attention
 
 
