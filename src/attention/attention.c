@@ -33,15 +33,22 @@
 static const orchard_operand_info forward_operands[] = {
     TENSOR(forward_args, out, OUT, 0, "q"),
     TENSOR(forward_args, lse, OUT, 1, "wide"),
+    SHARED(forward_args, lse_rest, OUT, 1, "wide"),
     INPUTS(forward_args),
 };
 
 static const orchard_operand_info backward_operands[] = {
-    TENSOR(backward_args, dq, OUT, 1, "q"),         TENSOR(backward_args, dk, OUT, 1, "q"),
-    TENSOR(backward_args, dv, OUT, 1, "q"),         TENSOR(backward_args, dbias, OUT, 1, "bias"),
-    TENSOR(backward_args, dsinks, OUT, 1, "sinks"), TENSOR(backward_args, dout, IN, 0, "q"),
-    TENSOR(backward_args, dlse, IN, 1, "wide"),     TENSOR(backward_args, out, IN, 0, "q"),
-    TENSOR(backward_args, lse, IN, 0, "wide"),      INPUTS(backward_args),
+    TENSOR(backward_args, dq, OUT, 1, "q"),
+    TENSOR(backward_args, dk, OUT, 1, "q"),
+    TENSOR(backward_args, dv, OUT, 1, "q"),
+    TENSOR(backward_args, dbias, OUT, 1, "bias"),
+    TENSOR(backward_args, dsinks, OUT, 1, "sinks"),
+    TENSOR(backward_args, dout, IN, 0, "q"),
+    TENSOR(backward_args, dlse, IN, 1, "wide"),
+    TENSOR(backward_args, out, IN, 0, "q"),
+    TENSOR(backward_args, lse, IN, 0, "wide"),
+    SHARED(backward_args, lse_rest, IN, 1, "wide"),
+    INPUTS(backward_args),
 };
 
 #define OPTION(args, name, kind) \
@@ -60,8 +67,9 @@ static const orchard_option_info backward_options[] = {OPTIONS(backward_args)};
 #define LAYOUTS(args)                                                      \
     {                                                                      \
         {1, offsetof(orchard_attention_##args, attention.dropout_offset)}, \
+            {100, offsetof(orchard_attention_##args, attention.lse_rest)}, \
         {                                                                  \
-            100, sizeof(orchard_attention_##args)                          \
+            400, sizeof(orchard_attention_##args)                          \
         }                                                                  \
     }
 static const orch_layout forward_layouts[] = LAYOUTS(forward_args);
@@ -144,7 +152,9 @@ static orchard_status forward_outputs(const orch_op *op, void *caller_args)
                          (int)v->rank, (int)q->rank);
     }
     memcpy(size, q->size, sizeof size);
-    become(&args->lse, q->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32, q->rank - 1, size);
+    const orchard_dtype wide = q->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32;
+    become(&args->lse, wide, q->rank - 1, size);
+    become(&args->attention.lse_rest, wide, q->rank - 1, size);
     size[q->rank - 1] = v->size[q->rank - 1];
     become(&args->out, q->dtype, q->rank, size);
     return ORCHARD_OK;

@@ -57,7 +57,8 @@ typedef struct attention_case {
     int packed; /* B sequences of these lengths; T and S are max_t and max_s */
     int64_t lengths_t[CASE_MAX_BATCH], lengths_s[CASE_MAX_BATCH];
 
-    int dlse; /* a gradient comes in through lse too */
+    int dlse;     /* a gradient comes in through lse too */
+    int lse_rest; /* backward gets lse to more digits */
     int gradients;
     double magnitude; /* q is multiplied with it, to make large logits; 0: as drawn */
 } attention_case;
