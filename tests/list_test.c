@@ -2,7 +2,8 @@
  *
  *     scale_all: params[i] = params[i] * factor + grads[i], norms[i] = the largest |params[i]|
  *
- * params INOUT, grads IN, norms an optional list of outputs. --messages prints each refusal. */
+ * params INOUT, grads IN, norms an optional list of outputs; info, which is no list, tells how many
+ * of them have a NaN. --messages prints each refusal. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdbool.h>
@@ -23,10 +24,12 @@
 typedef struct scale_args {
     const orchard_tensor *params, *grads, *norms;
     int64_t count;
+    orchard_tensor info;
     double factor;
 } scale_args;
 
 static const orchard_operand_info operands[] = {
+    ORCH_OPTIONAL_OUTPUT(scale_args, info, "", "index", NULL, 0),
     ORCH_LIST(scale_args, norms, OUT, 1, count, "", "wide", 4),
     ORCH_LIST(scale_args, params, INOUT, 0, count, "*", "float", 4),
     ORCH_LIST(scale_args, grads, IN, 0, count, "*", "params/f32", 0),
@@ -51,22 +54,31 @@ static bool is_wrong;
 static orchard_status run(const orch_call *call, orch_plan *plan, void *scratch)
 {
     const scale_args *args = ((const scale *)call->problem)->args;
+    int64_t broken = 0;
     (void)plan, (void)scratch;
     for (int64_t n = 0; n < args->count; n++) {
         const orchard_tensor *x = &args->params[n], *dx = &args->grads[n];
         int64_t index[2][ORCHARD_MAX_RANK] = {{0}}, at = 0, from = 0;
         double largest = 0;
-        do {
+        bool more = orch_tensor_extent(x) > 0;
+        while (more) {
             double value = orch_element_load(x->dtype, x->data, at) * args->factor +
                            orch_element_load(dx->dtype, dx->data, from);
             value += is_wrong && n + 1 == args->count;
+            broken += isnan(value);
             orch_element_store(x->dtype, x->data, at, value);
             largest = fmax(largest, fabs(orch_element_load(x->dtype, x->data, at)));
             orch_tensor_next(dx, index[1], &from);
-        } while (orch_tensor_next(x, index[0], &at));
+            more = orch_tensor_next(x, index[0], &at);
+        }
         if (args->norms) {
             orch_element_store(args->norms[n].dtype, args->norms[n].data, 0, largest);
         }
+    }
+    if (args->info.dtype == ORCHARD_I32) {
+        *(int32_t *)args->info.data = (int32_t)broken;
+    } else if (args->info.dtype == ORCHARD_I64) {
+        *(int64_t *)args->info.data = broken + is_wrong;
     }
     return ORCHARD_OK;
 }
@@ -396,7 +408,20 @@ static void audit(void)
     fill(100);
     is_wrong = true;
     refused(ctx, ORCHARD_ERROR_INTERNAL, "scale_all: audit: params[99][");
+    int64_t info = -1; /* a whole number must be met exactly */
+    fill(100);
+    params[99].size[0] = grads[99].size[0] = 0; /* what is wrong of it is not seen */
+    args.info = ORCHARD_TENSOR(&info, ORCHARD_I64, 1);
+    args.info.rank = 0;
+    refused(ctx, ORCHARD_ERROR_INTERNAL, "scale_all: audit: info[] is 1 on cpu, ref says 0");
     is_wrong = false;
+    int32_t narrow = -1;
+    fill(100);
+    *(float *)params[5].data = NAN;
+    args.info = ORCHARD_TENSOR(&narrow, ORCHARD_I32, 1);
+    args.info.rank = 0;
+    CHECK_INT(orch_dispatch(ctx, &scale_all, &args), ORCHARD_OK);
+    CHECK_INT(narrow, 1);
     orchard_ctx_free(ctx);
     unsetenv("ORCHARD_AUDIT");
 }
