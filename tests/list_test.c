@@ -334,14 +334,14 @@ static double seconds_of(orchard_ctx *ctx, int64_t count, bool shared)
 }
 
 /* Sixteen times as many tensors, which leave the caches: a quadratic check would take 256 times as
- * long, and seconds. */
+ * long, and two seconds at best. */
 static void time_grows_slowly(void)
 {
     orchard_ctx *ctx = context("cpu", 0);
     for (int shared = 0; shared < 2; shared++) {
         const double few = seconds_of(ctx, MOST / 16, shared), many = seconds_of(ctx, MOST, shared);
         printf("%d tensors a list: %.2f ms, %d: %.2f ms\n", MOST / 16, 1e3 * few, MOST, 1e3 * many);
-        CHECK(many < 160 * few);
+        CHECK(many < 1 || many < 160 * few);
     }
     orchard_ctx_free(ctx);
 }
