@@ -579,6 +579,64 @@ static void every_byte(void)
     unlink(file);
 }
 
+/* ---- Devices' memory ------------------------------------------------------------------------- */
+
+static orchard_tensor moved(orchard_buffer *buffer, const orchard_tensor *from, const float *block)
+{
+    const size_t offset = (size_t)((const char *)from->data - (const char *)block);
+    return orchard_tensor_in(buffer, offset, from->dtype, from->rank, from->size);
+}
+
+/* Lists in a device's buffers: the device refuses the call, the CPU runs it on copies and brings
+ * them back. Private params and norms share a copy each way, shared gradients are read in place. */
+static void on_device(const char *backend)
+{
+    enum { COUNT = 100 };
+    orchard_buffer *buffer[3] = {NULL};
+    float *const block[3] = {memory, grad_memory, norm_memory};
+    static orchard_tensor list[3][COUNT];
+    orchard_device_info info;
+    char backends[32];
+    snprintf(backends, sizeof backends, "%s,cpu", backend);
+    orchard_ctx *ctx = context(backends, -1);
+    if (orchard_ctx_device(ctx, backend, &info)) {
+        printf("list: no device of %s: left out\n", backend);
+        orchard_ctx_free(ctx);
+        return;
+    }
+    fill(COUNT);
+    for (int i = 0; i < 3; i++) {
+        const size_t bytes = COUNT * ELEMENTS * sizeof(float);
+        CHECK_INT(orchard_buffer_create(ctx, &buffer[i], bytes,
+                                        i == 1 ? ORCHARD_STORAGE_SHARED : ORCHARD_STORAGE_PRIVATE),
+                  ORCHARD_OK);
+        CHECK_INT(orchard_buffer_write(buffer[i], 0, block[i], bytes), ORCHARD_OK);
+        for (int64_t n = 0; n < COUNT; n++) {
+            const orchard_tensor *from = i == 0 ? &params[n] : i == 1 ? &grads[n] : &norms[n];
+            list[i][n] = moved(buffer[i], from, block[i]);
+        }
+    }
+    args.params = list[0], args.grads = list[1], args.norms = list[2];
+    CHECK_INT(orch_dispatch(ctx, &scale_all, &args), ORCHARD_OK);
+    orchard_tensor good = list[0][50];
+    list[0][50] = list[0][51];
+    CHECK_INT(orch_dispatch(ctx, &scale_all, &args), ORCHARD_ERROR_SHAPE);
+    list[0][50] = good;
+    list[2][50] = moved(buffer[0], &params[52], memory);
+    list[2][50].rank = 0;
+    refused(ctx, ORCHARD_ERROR_LAYOUT, "overlaps");
+    list[2][50].offset = COUNT * ELEMENTS * sizeof(float);
+    refused(ctx, ORCHARD_ERROR_SHAPE, "scale_all: norms[50] takes 4 bytes from byte");
+    for (int i = 0; i < 3; i++) {
+        CHECK_INT(orchard_buffer_read(buffer[i], 0, block[i], COUNT * ELEMENTS * sizeof(float)),
+                  ORCHARD_OK);
+        orchard_buffer_free(buffer[i]);
+    }
+    args.count = COUNT;
+    CHECK(is_right(true));
+    orchard_ctx_free(ctx);
+}
+
 /* ---- Calls by name --------------------------------------------------------------------------- */
 
 static void by_name(void)
@@ -625,6 +683,8 @@ int main(int argc, char **argv)
     damaged("params[0]", "params(0)", "has a tensor that the operation has not");
     shorter();
     every_byte();
+    on_device("opencl");
+    on_device("metal");
     by_name();
     free(memory);
     free(grad_memory);
