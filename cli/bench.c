@@ -246,7 +246,8 @@ int orch_cli_bench(int count, char **words)
     if (read < 0) {
         return 2;
     }
-    const int status = orch_cli_options("orchard bench", usage, table, count - read, words + read);
+    const int status = orch_cli_options("orchard bench", orch_calls_usage(usage), table,
+                                        count - read, words + read);
     if (status >= 0) {
         return status;
     }

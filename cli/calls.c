@@ -99,6 +99,26 @@ int orch_calls_read(const char *command, orch_calls *calls, int all, int count, 
     return read;
 }
 
+const char *orch_calls_usage(const char *usage)
+{
+    static char text[8192];
+    size_t at = (size_t)snprintf(text, sizeof text, "%s", usage);
+    for (int32_t i = 0; orchard_op_name(i); i++) {
+        const char *op = orchard_op_name(i);
+        int n = 0;
+        while (orch_cases[n] &&
+               (strncmp(orch_cases[n], "bench ", 6) != 0 ||
+                !belongs(orch_cases[n] + 6, strcspn(orch_cases[n] + 6, " "), op))) {
+            n++;
+        }
+        const char *line = orch_cases[n] ? orch_cases[n] + 6 : op;
+        if (at + strlen(line) + 8 < sizeof text) {
+            at += (size_t)snprintf(text + at, sizeof text - at, "    %s\n", line);
+        }
+    }
+    return text;
+}
+
 orchard_dtype orch_cli_dtype(const char *command, const char *name)
 {
     const orchard_dtype dtype = orch_dtype_named(name);

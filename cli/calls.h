@@ -16,14 +16,13 @@ typedef struct orch_calls {
     char line[ORCH_CALLS][ORCH_CALL_LINE];
 } orch_calls;
 
-/* How calls are named, for help. */
-#define ORCH_CALLS_HELP                                                                           \
-    "A CALL is an operation and its operands and options, such as\n"                              \
-    "    softmax_forward x=1024x3072 scale=0.5 has_scale=1\n"                                     \
-    "    attention_backward q=1x12x512x64 k=1x12x512x64 v=1x12x512x64 causal=1 dq dk dv\n"        \
-    "operand=SIZES[:DTYPE][{VALUES}], option=NUMBER, and outputs that may be left out but are\n"  \
-    "wanted. Of a backward the operands of its forward are written. An operation alone, or the\n" \
-    "word in front of its name (softmax), stands for its calls that `orchard bench` times.\n"
+/* How calls are named, for help; orch_calls_usage adds some of this build. */
+#define ORCH_CALLS_HELP                                                                            \
+    "A CALL is an operation and its operands and options: operand=SIZES[:DTYPE][{VALUES}],\n"      \
+    "option=NUMBER, and outputs that may be left out but are wanted. Of a backward the operands\n" \
+    "of its forward are written. An operation alone, or the word in front of its name, stands\n"   \
+    "for its calls that `orchard bench` times. Calls of each operation, for example:\n"
+const char *orch_calls_usage(const char *usage);
 
 /* Reads the words up to the first option. Without words: all calls that are timed, if `all`.
  * Returns how many words it read; -1: wrong, which it has named on stderr. */

@@ -196,7 +196,8 @@ int orch_cli_tune(int count, char **words)
     if (read < 0) {
         return 2;
     }
-    int status = orch_cli_options("orchard tune", usage, table, count - read, words + read);
+    int status = orch_cli_options("orchard tune", orch_calls_usage(usage), table, count - read,
+                                  words + read);
     if (status >= 0) {
         return status;
     }

@@ -15,13 +15,13 @@ const char orch_audit_deviates[] = "audit: deviates from ref";
 int64_t orch_audit_rows = ORCH_AUDIT_ROWS;
 void (*orch_audit_tamper)(const struct orch_call *call);
 
-/* Binary digits, the exponent of the smallest number, and of the first one that is too large. */
+/* Binary digits, the exponent of the smallest number, and of the first one that is too large. Half
+ * of one for whole numbers, and any other than the right one is too far off. */
 static const struct {
     int digits, lowest, highest;
-} formats[] = {[ORCHARD_F64] = {53, -1074, 1024},
-               [ORCHARD_F32] = {24, -149, 128},
-               [ORCHARD_F16] = {11, -24, 16},
-               [ORCHARD_BF16] = {8, -133, 128}};
+} formats[] = {[ORCHARD_F64] = {53, -1074, 1024}, [ORCHARD_F32] = {24, -149, 128},
+               [ORCHARD_F16] = {11, -24, 16},     [ORCHARD_BF16] = {8, -133, 128},
+               [ORCHARD_I64] = {64, -1, 1024},    [ORCHARD_I32] = {64, -1, 1024}};
 
 double orch_audit_ulp(orchard_dtype dtype, double x)
 {

@@ -252,10 +252,11 @@ static orchard_status check_inside(const char *op, const orch_operand *operand)
 {
     const size_t bytes = operand->buffer->memory.bytes;
     const size_t extent = orch_tensor_extent(operand->tensor);
+    char text[ORCH_LABEL];
     if (operand->offset > bytes || extent > bytes - operand->offset) {
         return orch_fail(ORCHARD_ERROR_SHAPE,
                          "%s: %s takes %zu bytes from byte %zu of a buffer of %zu bytes", op,
-                         operand->name, extent, operand->offset, bytes);
+                         orch_operand_label(operand, text), extent, operand->offset, bytes);
     }
     return ORCHARD_OK;
 }
@@ -265,9 +266,10 @@ static orchard_status check_access(const char *op, const orch_operand *operand)
 {
     const orch_memory *memory = &operand->buffer->memory;
     const bool written = orch_is_written(operand->role), read = operand->role != ORCHARD_OUT;
+    char text[ORCH_LABEL];
     if ((written && memory->read_only) || (read && memory->write_only)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s %s lies in a buffer made with %s", op,
-                         written ? "output" : "input", operand->name,
+                         written ? "output" : "input", orch_operand_label(operand, text),
                          memory->read_only ? "CL_MEM_READ_ONLY" : "CL_MEM_WRITE_ONLY");
     }
     return ORCHARD_OK;

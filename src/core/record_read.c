@@ -237,7 +237,7 @@ static orchard_status place_tensor(reader *r, orch_record *record, int32_t place
     if (element == 0 && !*list) {
         *list = at;
     }
-    if (!*list || *list + element != at) {
+    if (!*list || at - *list != element) {
         return damaged(r, "the tensors of a list are not in order");
     }
     *at = *tensor;
