@@ -17,6 +17,12 @@ ORCH_INLINE v_real not_below(v_real x)
     return v_max(v_set1(-R(REAL_MAX)), x);
 }
 
+/* |x|, no further than where Phi(-|x|) is 0: GELU is max(x, 0) - |x| Phi(-|x|). */
+ORCH_INLINE v_real size_of(v_real x)
+{
+    return v_min(v_set1(64), v_abs(x));
+}
+
 /* All slopes are 0 or 1 beyond. */
 ORCH_INLINE v_real near_zero(v_real x)
 {
@@ -35,14 +41,14 @@ ORCH_INLINE v_real tanh_gelu_of(v_real x, double unit)
 /* x = act(x). */
 ORCH_INLINE void activate(v_real x[4], int kind)
 {
-    v_real y[4], bell[4];
+    v_real y[4], tail[4], bell[4];
     if (kind == ORCHARD_RELU2) {
         EACH y[i] = v_max(v_zero(), x[i]);
         EACH x[i] = v_mul(y[i], y[i]);
     } else if (kind == ORCHARD_GELU) {
-        EACH y[i] = x[i];
-        v_normal_all(y, bell, 4);
-        EACH x[i] = v_mul(not_below(x[i]), y[i]);
+        EACH tail[i] = y[i] = size_of(x[i]);
+        v_normal_tail_all(tail, bell, 4);
+        EACH x[i] = v_fnma(y[i], tail[i], v_max(v_zero(), x[i]));
     } else {
         if (kind == ORCHARD_SILU) {
             EACH y[i] = v_sub(v_zero(), x[i]);
@@ -66,15 +72,21 @@ ORCH_INLINE void activate_with_slope(v_real x[4], v_real slope[4], int kind)
         EACH x[i] = v_mul(near[i], near[i]);
         return;
     }
-    EACH near[i] = near_zero(x[i]);
     if (kind == ORCHARD_GELU) {
-        v_real phi[4];
-        EACH phi[i] = near[i];
-        v_normal_all(phi, power, 4);
-        EACH slope[i] = v_fma(v_mul(near[i], v_set1(R(INVERSE_SQRT_2PI))), power[i], phi[i]);
-        EACH x[i] = v_mul(not_below(x[i]), phi[i]);
+        v_real size[4], tail[4];
+        EACH tail[i] = size[i] = size_of(x[i]);
+        v_normal_tail_all(tail, power, 4);
+        EACH
+        {
+            const v_mask negative = v_less(x[i], v_zero());
+            const v_real phi = v_select(negative, tail[i], v_sub(v_set1(1), tail[i]));
+            const v_real scaled = v_mul(v_sign_of(size[i], x[i]), v_set1(R(INVERSE_SQRT_2PI)));
+            slope[i] = v_fma(scaled, power[i], phi);
+            x[i] = v_fnma(size[i], tail[i], v_max(v_zero(), x[i]));
+        }
         return;
     }
+    EACH near[i] = near_zero(x[i]);
     if (kind == ORCHARD_SILU) {
         EACH power[i] = v_sign_of(near[i], v_set1(-1));
         v_exp_low_all(power, 4);

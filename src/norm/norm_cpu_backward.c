@@ -34,7 +34,7 @@ typedef struct common_of {
 
 ORCH_INLINE v_real gradient(v_real dout, const real *weight, int64_t c, int64_t end)
 {
-    return weight ? v_mul(dout, row_load((const char *)weight, REAL_DTYPE, c, end, 0)) : dout;
+    return weight ? v_mul(dout, dense_load((const char *)weight, REAL_DTYPE, c, end, 0)) : dout;
 }
 
 /* Of g, of d = x - mean, and of g * d. */
@@ -45,8 +45,8 @@ typedef struct row_sums {
 ORCH_INLINE void add_column(row_sums *s, int i, const row_of *r, const real *weight,
                             orchard_dtype dtype, int64_t c, int64_t end, bool centred)
 {
-    const v_real mean = v_set1(r->mean), x = row_load(r->x, dtype, c, end, r->mean);
-    const v_real g = gradient(row_load(r->dout, dtype, c, end, 0), weight, c, end);
+    const v_real mean = v_set1(r->mean), x = dense_load(r->x, dtype, c, end, r->mean);
+    const v_real g = gradient(dense_load(r->dout, dtype, c, end, 0), weight, c, end);
     const v_real d = centred ? v_sub(x, mean) : x;
     s->product[i] = v_fma(g, d, s->product[i]);
     if (centred) {
@@ -84,16 +84,17 @@ ORCH_INLINE void write_vector(const row_of *r, const common_of *by, orchard_dtyp
                               int64_t end, bool centred, v_real *dweight, v_real *dbias)
 {
     const v_real rstd = v_set1(r->rstd), along = v_set1(r->along);
-    const v_real dout = row_load(r->dout, dtype, c, end, 0), x = row_load(r->x, dtype, c, end, 0);
+    const v_real dout = dense_load(r->dout, dtype, c, end, 0),
+                 x = dense_load(r->x, dtype, c, end, 0);
     const v_real g = gradient(dout, by->weight, c, end);
     const v_real n =
         centred ? v_fma(v_sub(x, v_set1(r->mean)), rstd, v_set1(r->shift)) : v_mul(x, rstd);
     const v_real beyond = centred ? v_sub(g, v_set1(r->less)) : g;
     v_real dx = v_mul(v_fnma(n, along, beyond), rstd);
     if (by->dsum) {
-        dx = v_add(dx, row_load(r->dsum, dtype, c, end, 0));
+        dx = v_add(dx, dense_load(r->dsum, dtype, c, end, 0));
     }
-    row_store(r->dx, dtype, c, end, dx);
+    dense_store(r->dx, dtype, c, end, dx);
     *dweight = v_fma(dout, n, *dweight);
     *dbias = v_add(*dbias, dout);
 }

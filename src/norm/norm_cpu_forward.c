@@ -24,11 +24,11 @@ ORCH_INLINE real sum_of(const char *s, orchard_dtype dtype, int64_t columns)
     for (; c + ROW_STEP <= columns; c += ROW_STEP) {
         for (int i = 0; i < 4; i++) {
             const int64_t at = c + i * VW;
-            sum[i] = v_add(sum[i], row_load(s, dtype, at, at + VW, 0));
+            sum[i] = v_add(sum[i], dense_load(s, dtype, at, at + VW, 0));
         }
     }
     for (int i = 0; c < columns; c += VW, i++) {
-        sum[i] = v_add(sum[i], row_load(s, dtype, c, columns, 0));
+        sum[i] = v_add(sum[i], dense_load(s, dtype, c, columns, 0));
     }
     return row_total(sum);
 }
@@ -53,11 +53,11 @@ ORCH_INLINE void sums_beyond(const char *s, orchard_dtype dtype, int64_t columns
     for (; c + ROW_STEP <= columns; c += ROW_STEP) {
         for (int i = 0; i < 4; i++) {
             const int64_t at = c + i * VW;
-            add_beyond(row_load(s, dtype, at, at + VW, 0), m, centred, &sum[i], &square[i]);
+            add_beyond(dense_load(s, dtype, at, at + VW, 0), m, centred, &sum[i], &square[i]);
         }
     }
     for (int i = 0; c < columns; c += VW, i++) {
-        add_beyond(row_load(s, dtype, c, columns, mean), m, centred, &sum[i], &square[i]);
+        add_beyond(dense_load(s, dtype, c, columns, mean), m, centred, &sum[i], &square[i]);
     }
     *rest = row_total(sum);
     *squares = row_total(square);
@@ -94,15 +94,15 @@ ORCH_INLINE void write_vector(char *out, const char *s, orchard_dtype dtype, int
                               const affine *by, const statistics *t, bool centred)
 {
     const v_real rstd = v_set1(t->rstd);
-    v_real y = row_load(s, dtype, c, end, 0);
+    v_real y = dense_load(s, dtype, c, end, 0);
     y = centred ? v_fma(v_sub(y, v_set1(t->mean)), rstd, v_set1(-t->shift)) : v_mul(y, rstd);
     if (by->weight) {
-        y = v_mul(y, row_load((const char *)by->weight, REAL_DTYPE, c, end, 0));
+        y = v_mul(y, dense_load((const char *)by->weight, REAL_DTYPE, c, end, 0));
     }
     if (by->bias) {
-        y = v_add(y, row_load((const char *)by->bias, REAL_DTYPE, c, end, 0));
+        y = v_add(y, dense_load((const char *)by->bias, REAL_DTYPE, c, end, 0));
     }
-    row_store(out, dtype, c, end, y);
+    dense_store(out, dtype, c, end, y);
 }
 
 /* out = n * weight + bias */
@@ -137,13 +137,13 @@ ORCH_INLINE const char *make_values(const orch_norm *p, int64_t row, orchard_dty
     char *sum = row_sink(rows, values, row, dtype, first);
     int64_t c = 0;
     for (; c + VW <= columns && more; c += VW) {
-        const v_real a = row_load(x, dtype, c, c + VW, 0);
-        row_store(sum, dtype, c, c + VW, v_add(a, row_load(residual, dtype, c, c + VW, 0)));
+        const v_real a = dense_load(x, dtype, c, c + VW, 0);
+        dense_store(sum, dtype, c, c + VW, v_add(a, dense_load(residual, dtype, c, c + VW, 0)));
     }
     for (; c < columns; c += VW) {
-        const v_real a = row_load(x, dtype, c, columns, 0);
-        const v_real s = more ? v_add(a, row_load(residual, dtype, c, columns, 0)) : a;
-        row_store(sum, dtype, c, columns, s);
+        const v_real a = dense_load(x, dtype, c, columns, 0);
+        const v_real s = more ? v_add(a, dense_load(residual, dtype, c, columns, 0)) : a;
+        dense_store(sum, dtype, c, columns, s);
     }
     row_sent(rows, values, row, dtype, sum);
     return row_source(rows, values, row, dtype, first);

@@ -285,7 +285,8 @@ ORCH_INLINE void row_sent(const orch_rows *rows, int32_t operand, int64_t row, o
 }
 
 /* The vector of columns c ... of a row that ends before column `end`; beyond it `fill`. */
-ORCH_INLINE v_real row_load(const char *row, orchard_dtype dtype, int64_t c, int64_t end, real fill)
+ORCH_INLINE v_real dense_load(const char *row, orchard_dtype dtype, int64_t c, int64_t end,
+                              real fill)
 {
     const int64_t size = dtype == ORCHARD_F64 ? 8 : dtype == ORCHARD_F32 ? 4 : 2;
     if (end - c >= VW) {
@@ -299,7 +300,7 @@ ORCH_INLINE v_real row_load(const char *row, orchard_dtype dtype, int64_t c, int
 }
 
 /* NaNs become canonical. */
-ORCH_INLINE void row_store(char *row, orchard_dtype dtype, int64_t c, int64_t end, v_real a)
+ORCH_INLINE void dense_store(char *row, orchard_dtype dtype, int64_t c, int64_t end, v_real a)
 {
     const int64_t size = dtype == ORCHARD_F64 ? 8 : dtype == ORCHARD_F32 ? 4 : 2;
     if (end - c >= VW) {

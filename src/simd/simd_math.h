@@ -1,4 +1,4 @@
-/* exp2, exp, tanh, log and the normal distribution of our own: libm's differ between systems, and
+/* exp2, exp, tanh, log and the normal tail of our own: libm's differ between systems, and
  * results must not. Also Philox, many counters at a time. Errors were measured against 60 digits:
  * exp2 below 1.3 ulp, exp below 1.4 ulp, tanh below 2 ulp. */
 #ifndef ORCH_SIMD_MATH_H
@@ -189,17 +189,15 @@ ORCH_INLINE v_real v_tanh(v_real x)
     return v_select(v_less(size, v_set1(R(0.625))), small, v_sign_of(large, x));
 }
 
-/* The normal distribution Phi(x) = (1 + erf(x / sqrt 2)) / 2 in place for `count` vectors, and
- * e^(-x^2/2) in `bell`. Below 0 too it is right to some ulp, which 1 + erf is not; they become more
- * as x^2/2 does, whose rounding is not corrected. */
-ORCH_INLINE void v_normal_all(v_real *x, v_real *bell, int count)
+/* The lower tail of the normal distribution, Phi(-t) = (1 + erf(-t / sqrt 2)) / 2, in place for
+ * `count` vectors of finite t >= 0, and e^(-t^2/2) in `bell`. Right to some ulp, which 1 + erf is
+ * not; they become more as t^2/2 does, whose rounding is not corrected. */
+ORCH_INLINE void v_normal_tail_all(v_real *t, v_real *bell, int count)
 {
     v_real q[8], sum[8];
     for (int i = 0; i < count; i++) {
-        bell[i] = v_mul(v_mul(x[i], v_set1(R(-0.5 * LOG2E))), x[i]);
-        /* No further than where Phi(-t) is 0: infinity over infinity is not a number. */
-        q[i] = v_min(v_set1(64), v_abs(x[i]));
-        q[i] = v_div(q[i], v_add(q[i], v_set1(R(NORMAL_SHIFT))));
+        bell[i] = v_mul(v_mul(t[i], v_set1(R(-0.5 * LOG2E))), t[i]);
+        q[i] = v_div(t[i], v_add(t[i], v_set1(R(NORMAL_SHIFT))));
         sum[i] = v_set1(normal_terms[NORMAL_TERMS - 1]);
     }
     v_exp2_low_all(bell, count);
@@ -209,8 +207,7 @@ ORCH_INLINE void v_normal_all(v_real *x, v_real *bell, int count)
         }
     }
     for (int i = 0; i < count; i++) {
-        const v_real tail = v_mul(sum[i], bell[i]);
-        x[i] = v_select(v_less(x[i], v_zero()), tail, v_sub(v_set1(1), tail));
+        t[i] = v_mul(sum[i], bell[i]);
     }
 }
 

@@ -187,28 +187,28 @@ static void check_exp(void)
     CHECK(isnan(lanes[0]) && isnan(lanes[VW - 1]));
 }
 
-static v_real normal(v_real x)
+static v_real normal_tail(v_real t)
 {
     v_real bell;
-    v_normal_all(&x, &bell, 1);
-    return x;
+    v_normal_tail_all(&t, &bell, 1);
+    return t;
 }
 
-static v_real normal_bell(v_real x)
+static v_real normal_bell(v_real t)
 {
     v_real bell;
-    v_normal_all(&x, &bell, 1);
+    v_normal_tail_all(&t, &bell, 1);
     return bell;
 }
 
-static long double normal_truth(long double x)
+static long double tail_truth(long double t)
 {
-    return erfcl(-x / sqrtl(2)) / 2;
+    return erfcl(t / sqrtl(2)) / 2;
 }
 
-static long double bell_truth(long double x)
+static long double bell_truth(long double t)
 {
-    return expl(-x * x / 2);
+    return expl(-t * t / 2);
 }
 
 static void check_normal(void)
@@ -216,16 +216,14 @@ static void check_normal(void)
     const double ends[] = {0, 1e-3, 0.5, 1, 2, 4, 8, 12.5};
     for (int n = 0; n < 7; n++) {
         const double bound = NORMAL_ULPS + NORMAL_TAIL_ULPS * ends[n + 1] * ends[n + 1] / 2;
-        check_ulps("normal", normal, normal_truth, ends[n], ends[n + 1], NORMAL_ULPS);
-        check_ulps("normal", normal, normal_truth, -ends[n + 1], -ends[n], bound);
+        check_ulps("normal tail", normal_tail, tail_truth, ends[n], ends[n + 1], bound);
         check_ulps("bell", normal_bell, bell_truth, ends[n], ends[n + 1], bound);
     }
     real lanes[VW];
-    v_store(lanes, normal(v_set1(R(NAN))));
+    v_store(lanes, normal_tail(v_set1(R(NAN))));
     CHECK(isnan(lanes[0]) && isnan(lanes[VW - 1]));
-    CHECK(at(normal, 0) == R(0.5));
-    CHECK(at(normal, R(INFINITY)) == 1 && at(normal, REAL_MAX) == 1);
-    CHECK(at(normal, R(-INFINITY)) == 0 && at(normal, -REAL_MAX) == 0);
+    CHECK(at(normal_tail, 0) == R(0.5));
+    CHECK(at(normal_tail, 64) == 0 && at(normal_tail, R(1e10)) == 0);
 }
 
 /* log is computed in double in either build. */
