@@ -19,24 +19,25 @@ enum { STEPS = 200, VALUES = 64 };
 /* Attention's parameters; step s makes x = (5 x + plan's int + s) mod 1021, in fp32 exactly. */
 static const char step_text[] =
     "KERNEL void next_value(GLOBAL float *out BUFFER(0), GLOBAL float *lse BUFFER(1),\n"
-    "    GLOBAL const float *q BUFFER(2), GLOBAL const float *k BUFFER(3),\n"
-    "    GLOBAL const float *v BUFFER(4), GLOBAL const uchar *bias BUFFER(5),\n"
-    "    GLOBAL const uchar *mask BUFFER(6), GLOBAL const float *alibi BUFFER(7),\n"
-    "    GLOBAL const uchar *sinks BUFFER(8), GLOBAL const uchar *key_lengths BUFFER(9),\n"
-    "    GLOBAL const uchar *cu_q BUFFER(10), GLOBAL const uchar *cu_k BUFFER(11),\n"
-    "    CONSTANT long *ints BUFFER(12), CONSTANT float *floats BUFFER(13) THREAD_IDS)\n"
+    "    GLOBAL float *lse_rest BUFFER(2),\n"
+    "    GLOBAL const float *q BUFFER(3), GLOBAL const float *k BUFFER(4),\n"
+    "    GLOBAL const float *v BUFFER(5), GLOBAL const uchar *bias BUFFER(6),\n"
+    "    GLOBAL const uchar *mask BUFFER(7), GLOBAL const float *alibi BUFFER(8),\n"
+    "    GLOBAL const uchar *sinks BUFFER(9), GLOBAL const uchar *key_lengths BUFFER(10),\n"
+    "    GLOBAL const uchar *cu_q BUFFER(11), GLOBAL const uchar *cu_k BUFFER(12),\n"
+    "    CONSTANT long *ints BUFFER(13), CONSTANT float *floats BUFFER(14) THREAD_IDS)\n"
     "{\n"
     "    long at = ints[0] + LOCAL_ID;\n"
-    "    long x = FIRST ? (long)q[ints[2] + LOCAL_ID] : (long)out[at];\n"
-    "    out[at] = (float)((5 * x + ints[12] + ints[13]) % 1021);\n"
+    "    long x = FIRST ? (long)q[ints[3] + LOCAL_ID] : (long)out[at];\n"
+    "    out[at] = (float)((5 * x + ints[13] + ints[14]) % 1021);\n"
     "}\n";
 
 static const char *plan_steps(const void *call_problem, const orch_device_caps *caps,
                               orch_gpu_plan *plan)
 {
     (void)call_problem, (void)caps;
-    plan->ints[12] = 7;
-    plan->int_count = 13;
+    plan->ints[13] = 7;
+    plan->int_count = 14;
     plan->float_count = 1;
     for (int s = 0; s < STEPS; s++) {
         orch_gpu_launch *launch = orch_gpu_add_launch(plan);
@@ -204,13 +205,13 @@ static void no_device_is_opened(void)
 static void operands_are_named(void)
 {
     static const char *const names[] = {
-        "out",         "lse",          "q",           "k", "v", "bias", "mask", "alibi", "sinks",
-        "key_lengths", "cu_seqlens_q", "cu_seqlens_k"};
+        "out",   "lse",         "lse_rest",     "q",           "k", "v", "bias", "mask", "alibi",
+        "sinks", "key_lengths", "cu_seqlens_q", "cu_seqlens_k"};
     const orchard_attention_forward_args args = small_call(ORCHARD_F16);
     WORKS(orchard_ctx_create(&ctx, NULL));
     orchard_launches *plan = plan_of(&args, &apple);
-    CHECK_INT(plan->operand_count, 12);
-    for (int i = 0; i < 12; i++) {
+    CHECK_INT(plan->operand_count, 13);
+    for (int i = 0; i < 13; i++) {
         CHECK_STRING(plan->operand[i], names[i]);
     }
     orchard_ctx_free(ctx); /* the plan stays */

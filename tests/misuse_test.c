@@ -220,6 +220,12 @@ static void sizes(fixture *f)
     REFUSE(PADDED, FORWARD, SHAPE, "lse must have 2 batch elements, 4 heads and 3 rows as q",
            f->forward.lse.size[2] = 4);
     REFUSE(PADDED, FORWARD, SHAPE, "lse must have 2 batch", f->forward.lse.size[0] = 1);
+    REFUSE(PADDED, BOTH, SHAPE, "lse_rest must have 2 batch", a->lse_rest = f->forward.lse,
+           a->lse_rest.size[0] = 1);
+    REFUSE(PADDED, BOTH, DTYPE, "lse_rest is f64, must be f32", a->lse_rest = f->forward.lse,
+           a->lse_rest.dtype = ORCHARD_F64);
+    REFUSE(PADDED, FORWARD, ARGUMENT, "lse_rest is given without lse", a->lse_rest = f->forward.lse,
+           f->forward.lse = (orchard_tensor){.rank = 0});
     REFUSE(PACKED, BACKWARD, SHAPE, "lse must have 2 batch elements, 4 heads and 7 rows as q",
            f->backward.lse.size[1] = 3);
     REFUSE(PADDED, BACKWARD, SHAPE, "dlse must have", f->backward.dlse.size[1] = 5);

@@ -323,6 +323,7 @@ static inline void room_tamper(const orch_call *call)
 static inline void check_audit(const room_place_of *at, orchard_ctx *ref)
 {
     setenv("ORCHARD_AUDIT", "1", 1);
+    orch_audit_rows = ORCH_AUDIT_ALL;
     for (int wrong = 0; wrong < 2; wrong++) {
         room_call c;
         orchard_ctx *ctx;
@@ -345,6 +346,7 @@ static inline void check_audit(const room_place_of *at, orchard_ctx *ref)
         orchard_ctx_free(ctx);
         room_free(&c);
     }
+    orch_audit_rows = ORCH_AUDIT_ROWS;
     unsetenv("ORCHARD_AUDIT");
 }
 
@@ -385,9 +387,12 @@ static inline void check_explain(const room_place_of *at, orchard_ctx *ref, orch
     if (!room_ready(&c, ref, at, 1)) {
         return;
     }
-    CHECK_INT(explained_ask(&e, ctx, c.op->name, c.text.args), ORCHARD_OK);
-    CHECK_INT(orch_dispatch(ctx, c.op, c.text.args), ORCHARD_OK);
-    explained_check(&e, takes, at->line);
+    orchard_status status = explained_ask(&e, ctx, c.op->name, c.text.args);
+    status = status ? status : orch_dispatch(ctx, c.op, c.text.args);
+    room_expect(!status, at, "explain or the call: %s", orchard_last_error());
+    if (!status) {
+        explained_check(&e, takes, at->line);
+    }
     room_free(&c);
 }
 

@@ -9,13 +9,19 @@
 
 /* ---- Operands and options -------------------------------------------------------------------- */
 
-#define TENSOR(args, name, role, optional, dtype)                               \
-    {#name, ORCHARD_##role, optional, offsetof(orchard_attention_##args, name), \
-     NULL,  dtype,          NULL,     0}
+#define TENSOR(args, name, role, optional, dtype)        \
+    {#name,    ORCHARD_##role,                           \
+     optional, offsetof(orchard_attention_##args, name), \
+     NULL,     dtype,                                    \
+     NULL,     0,                                        \
+     0,        0}
 /* One of `attention`, the part that both args structs have. */
-#define SHARED(args, name, role, optional, dtype)                                         \
-    {#name, ORCHARD_##role, optional, offsetof(orchard_attention_##args, attention.name), \
-     NULL,  dtype,          NULL,     0}
+#define SHARED(args, name, role, optional, dtype)                  \
+    {#name,    ORCHARD_##role,                                     \
+     optional, offsetof(orchard_attention_##args, attention.name), \
+     NULL,     dtype,                                              \
+     NULL,     0,                                                  \
+     0,        0}
 #define INPUTS(args)                                                                           \
     SHARED(args, q, IN, 0, "float"), SHARED(args, k, IN, 0, "q"), SHARED(args, v, IN, 0, "q"), \
         SHARED(args, bias, IN, 1, "q/f32"), SHARED(args, mask, IN, 1, "bool"),                 \
@@ -27,15 +33,22 @@
 static const orchard_operand_info forward_operands[] = {
     TENSOR(forward_args, out, OUT, 0, "q"),
     TENSOR(forward_args, lse, OUT, 1, "wide"),
+    SHARED(forward_args, lse_rest, OUT, 1, "wide"),
     INPUTS(forward_args),
 };
 
 static const orchard_operand_info backward_operands[] = {
-    TENSOR(backward_args, dq, OUT, 1, "q"),         TENSOR(backward_args, dk, OUT, 1, "q"),
-    TENSOR(backward_args, dv, OUT, 1, "q"),         TENSOR(backward_args, dbias, OUT, 1, "bias"),
-    TENSOR(backward_args, dsinks, OUT, 1, "sinks"), TENSOR(backward_args, dout, IN, 0, "q"),
-    TENSOR(backward_args, dlse, IN, 1, "wide"),     TENSOR(backward_args, out, IN, 0, "q"),
-    TENSOR(backward_args, lse, IN, 0, "wide"),      INPUTS(backward_args),
+    TENSOR(backward_args, dq, OUT, 1, "q"),
+    TENSOR(backward_args, dk, OUT, 1, "q"),
+    TENSOR(backward_args, dv, OUT, 1, "q"),
+    TENSOR(backward_args, dbias, OUT, 1, "bias"),
+    TENSOR(backward_args, dsinks, OUT, 1, "sinks"),
+    TENSOR(backward_args, dout, IN, 0, "q"),
+    TENSOR(backward_args, dlse, IN, 1, "wide"),
+    TENSOR(backward_args, out, IN, 0, "q"),
+    TENSOR(backward_args, lse, IN, 0, "wide"),
+    SHARED(backward_args, lse_rest, IN, 1, "wide"),
+    INPUTS(backward_args),
 };
 
 #define OPTION(args, name, kind) \
@@ -54,8 +67,9 @@ static const orchard_option_info backward_options[] = {OPTIONS(backward_args)};
 #define LAYOUTS(args)                                                      \
     {                                                                      \
         {1, offsetof(orchard_attention_##args, attention.dropout_offset)}, \
+            {100, offsetof(orchard_attention_##args, attention.lse_rest)}, \
         {                                                                  \
-            100, sizeof(orchard_attention_##args)                          \
+            400, sizeof(orchard_attention_##args)                          \
         }                                                                  \
     }
 static const orch_layout forward_layouts[] = LAYOUTS(forward_args);
@@ -81,6 +95,35 @@ static void tuning_class(const void *problem, char *text, size_t bytes)
     snprintf(text, bytes, "%s T%" PRId64 " S%" PRId64 " D%" PRId64 " BH%" PRId64 " %s", dtype,
              power_below(p->T), power_below(p->S), power_below(p->D), power_below(p->B * p->H),
              p->causal ? "causal" : "full");
+}
+
+/* ---- Work ------------------------------------------------------------------------------------ */
+
+/* Pairs of query and key that meet; those that a mask takes out are counted. */
+static double pairs(const orch_attention *p)
+{
+    double seen = 0;
+    for (int64_t b = 0; b < p->B && orch_attention_has_queries(p); b++) {
+        const orch_sequence s = orch_attention_sequence(p, b);
+        for (int64_t i = 0; i < s.T; i++) {
+            int64_t lo, hi;
+            orch_attention_range(p, &s, i, &lo, &hi);
+            seen += (double)(hi - lo);
+        }
+    }
+    return seen * (double)p->H;
+}
+
+static double forward_flops(const void *problem)
+{
+    const orch_attention *p = problem;
+    return pairs(p) * (double)(2 * p->D + 2 * p->E);
+}
+
+static double backward_flops(const void *problem)
+{
+    const orch_attention *p = problem;
+    return pairs(p) * (double)(6 * p->D + 4 * p->E);
 }
 
 /* ---- Sizes of outputs ------------------------------------------------------------------------ */
@@ -109,7 +152,9 @@ static orchard_status forward_outputs(const orch_op *op, void *caller_args)
                          (int)v->rank, (int)q->rank);
     }
     memcpy(size, q->size, sizeof size);
-    become(&args->lse, q->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32, q->rank - 1, size);
+    const orchard_dtype wide = q->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32;
+    become(&args->lse, wide, q->rank - 1, size);
+    become(&args->attention.lse_rest, wide, q->rank - 1, size);
     size[q->rank - 1] = v->size[q->rank - 1];
     become(&args->out, q->dtype, q->rank, size);
     return ORCHARD_OK;
@@ -150,6 +195,7 @@ const orch_op orch_attention_forward_op = {
     .outputs = forward_outputs,
     .audit = orch_attention_forward_audit,
     .tuning_class = tuning_class,
+    .flops = forward_flops,
     .log = orch_attention_log,
 };
 
@@ -165,6 +211,7 @@ const orch_op orch_attention_backward_op = {
     .outputs = backward_outputs,
     .audit = orch_attention_backward_audit,
     .tuning_class = tuning_class,
+    .flops = backward_flops,
     .log = orch_attention_log,
 };
 
