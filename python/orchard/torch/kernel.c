@@ -120,14 +120,15 @@ typedef struct row_argument {
     int64_t flag;     /* of the int32_t that says that the option counts; -1: none */
 } row_argument;
 
+/* How an output lies: LIKE another tensor, or its rows in the order of that one's; ABSENT: torch's
+ * schema does not have it. */
 enum { DENSE = 0, LIKE = 1, ROWS_LIKE = 2, ABSENT = 3 };
 
 /* One output. */
 typedef struct row_output {
     const char *name;
     int32_t required; /* it is made whether wanted or not */
-    int32_t layout; /* DENSE; LIKE another tensor; rows in the order of that one's; ABSENT: torch's
-                         schema does not have it */
+    int32_t layout;
     int64_t offset;
     int64_t like; /* of that tensor */
 } row_output;
