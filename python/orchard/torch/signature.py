@@ -25,7 +25,7 @@ from .tensors import Arguments
 
 ALL = 0xFFFF      # of the bits of `wanted`
 F32_BIT = 16
-DENSE, LIKE, ROWS_LIKE = range(3)  # how outputs lie, as in kernel.c
+DENSE, LIKE, ROWS_LIKE, ABSENT = range(4)  # how outputs lie, as in kernel.c
 
 Operands = Dict[str, Optional[torch.Tensor]]
 Options = Dict[str, Any]

@@ -39,7 +39,8 @@ RENAMED = {"bottom_right": "align"}
 
 class Forward(Signature):
     def __init__(self, arguments: str = ATTENTION) -> None:
-        super().__init__("attention_forward", arguments, RENAMED, {"out": Layout(ROWS_LIKE, "q")})
+        super().__init__("attention_forward", arguments, RENAMED, {"out": Layout(ROWS_LIKE, "q")},
+                         outputs=2)
 
     def make(self, first: torch.Tensor, operands: Operands, options: Options, wanted: int
              ) -> List[Optional[torch.Tensor]]:
