@@ -187,7 +187,7 @@ static inline void check_host(const room_place_of *at, orchard_ctx *ref)
     if (at->dtype == ORCHARD_F32 || at->dtype == ORCHARD_BF16) {
         check_overlap(at, ref);
     }
-    check_audit(at, ref);
+    check_audit(at, ref, "cpu");
     check_record(at, ref, cpu);
     check_explain(at, ref, cpu, "cpu");
     orchard_ctx_free(cpu);

@@ -297,6 +297,7 @@ static void on_device(const char *line)
         }
         const room_place_of at = {line, dtypes[d], DENSE};
         check_explain(&at, ref, ctx, backend);
+        check_audit(&at, ref, backend);
         check_record(&at, ref, ctx);
     }
     orchard_ctx_free(judged);
