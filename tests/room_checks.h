@@ -83,6 +83,32 @@ static inline void room_refused(room_call *c, orchard_ctx *ctx, const room_place
     }
 }
 
+/* Whether another present operand has the same shape in letters, so that sizes must agree. */
+static inline bool has_peer(const room_call *c, int32_t n)
+{
+    bool found = false;
+    for (int32_t k = 0; k < c->op->operand_count; k++) {
+        found = found || (k != n && c->op->operands[k].shape &&
+                          orch_tensor_present(orch_op_tensor(c->op, c->text.args, k)) &&
+                          strcmp(c->op->operands[k].shape, c->op->operands[n].shape) == 0);
+    }
+    return found;
+}
+
+/* Sizes of outputs are told for whatever the inputs are, or refused; nothing is read. */
+static inline void check_outputs_of(room_call *c, orchard_ctx *ctx, const room_place_of *at,
+                                    const char *what)
+{
+    unsigned char args[ORCH_CALL_ARGS];
+    memcpy(args, c->text.args, sizeof args);
+    const orchard_status status = orchard_op_outputs(ctx, c->op->name, args);
+    room_expect(!status || strncmp(orchard_last_error(), c->op->name, strlen(c->op->name)) == 0, at,
+                "outputs with a wrong %s: %s", what, orchard_last_error());
+    if (fixture_messages && status) {
+        printf("message: %s\n", orchard_last_error());
+    }
+}
+
 /* Whatever is wrong with one operand is refused, and its name told. */
 static inline void check_misuse_of(room_call *c, orchard_ctx *ctx, const room_place_of *at,
                                    int32_t n)
@@ -99,7 +125,18 @@ static inline void check_misuse_of(room_call *c, orchard_ctx *ctx, const room_pl
     *tensor = good;
     tensor->rank = 9;
     room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, words);
+    check_outputs_of(c, ctx, at, info->name);
+    tensor->rank = 0;
+    check_outputs_of(c, ctx, at, info->name);
     *tensor = good;
+    if (good.rank && has_peer(c, n)) {
+        tensor->size[good.rank - 1]++;
+        room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, "");
+        *tensor = good;
+        tensor->rank--;
+        room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, "");
+        *tensor = good;
+    }
     tensor->dtype = (orchard_dtype)99;
     room_refused(c, ctx, at, ORCHARD_ERROR_DTYPE, words);
     tensor->dtype = ORCHARD_I16;
@@ -129,8 +166,14 @@ static inline void check_misuse(const room_place_of *at, orchard_ctx *ref)
         return;
     }
     for (int32_t n = 0; n < c.op->operand_count; n++) {
-        if (orch_tensor_present(orch_op_tensor(c.op, c.text.args, n)) && c.op->operands[n].shape) {
+        orchard_tensor *tensor = orch_op_tensor(c.op, c.text.args, n);
+        const orchard_tensor good = *tensor;
+        if (orch_tensor_present(tensor) && c.op->operands[n].shape) {
             check_misuse_of(&c, ref, at, n);
+        } else if (orch_tensor_present(tensor)) {
+            tensor->rank = 9;
+            check_outputs_of(&c, ref, at, c.op->operands[n].name);
+            *tensor = good;
         }
     }
     for (int32_t n = 0; n < c.op->option_count; n++) {
@@ -151,9 +194,27 @@ static inline void check_misuse(const room_place_of *at, orchard_ctx *ref)
             *(int64_t *)field = (int64_t)option->high + 1;
         }
         room_refused(&c, ref, at, ORCHARD_ERROR_ARGUMENT, option->name);
+        check_outputs_of(&c, ref, at, option->name);
         memcpy(field, good, sizeof good);
     }
     room_free(&c);
+}
+
+/* A line that starts with "wrong" is a call that the room's own check refuses. */
+static inline void check_wrong(const char *line, orchard_ctx *ref)
+{
+    const room_place_of at = {line, ORCHARD_F32, DENSE};
+    room_call c;
+    if (room_make(&c, ref, line, at.dtype, at.layout, 1)) {
+        room_remember(&c);
+        const orchard_status status = orch_dispatch(ref, c.op, c.text.args);
+        const bool refused = status <= ORCHARD_ERROR_ARGUMENT && status >= ORCHARD_ERROR_LAYOUT;
+        room_expect(refused, &at, "a wrong call is not refused");
+        if (refused) {
+            room_refused(&c, ref, &at, status, "");
+        }
+        room_free(&c);
+    }
 }
 
 /* ---- Overlap --------------------------------------------------------------------------------- */
