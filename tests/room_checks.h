@@ -294,6 +294,20 @@ static inline void check_overlap(const room_place_of *at, orchard_ctx *ref)
 
 /* ---- Splits ---------------------------------------------------------------------------------- */
 
+/* How many dimensions a '*' stands for, without the one that an option `dim` may name. */
+static inline int32_t leading_of(const room_call *c, int32_t n)
+{
+    const int32_t dims = (int32_t)orch_op_option_value(c->op, c->text.args, "dims");
+    int32_t leading = orch_op_tensor(c->op, c->text.args, n)->rank;
+    for (const char *sign = c->op->operands[n].shape; *sign; sign++) {
+        leading -= *sign == '*' ? 0 : *sign == '+' && dims > 1 ? dims : 1;
+    }
+    for (int32_t i = 0; i < c->op->option_count; i++) {
+        leading -= strcmp(c->op->options[i].name, "dim") == 0;
+    }
+    return leading;
+}
+
 static inline void halve(room_call *c, bool second)
 {
     for (int32_t n = 0; n < c->op->operand_count; n++) {
@@ -325,11 +339,10 @@ static inline void check_split(const room_place_of *at, orchard_ctx *ref, orchar
         if (splits && orch_is_written(info->role) && info->shape[0] != '*') {
             *tensor = (orchard_tensor){0};
         } else if (splits && orch_tensor_present(tensor) && info->shape[0] == '*') {
-            splits = tensor->rank > 1 && tensor->size[0] > 1;
+            splits = leading_of(&whole, n) > 0 && tensor->size[0] > 1;
         }
     }
     if (splits && room_ready(&parts, ref, at, 1)) {
-        memcpy(parts.text.args, whole.text.args, 0);
         for (int32_t n = 0; n < parts.op->operand_count; n++) {
             const orchard_operand_info *info = &parts.op->operands[n];
             if (orch_is_written(info->role) && info->shape[0] != '*') {
@@ -363,14 +376,15 @@ static inline void room_tamper(const orch_call *call)
 {
     const orchard_tensor *tensor = call->operands[tampered].tensor;
     int64_t index[ORCHARD_MAX_RANK] = {0}, at = 0, next = 0, n = tampered_element;
-    while (n-- > 0 && orch_tensor_next(tensor, index, &next)) {
-        at = next;
-    }
+    double most = 1; /* any bound is a part of the largest number */
+    do {
+        const double x = fabs(orch_element_load(tensor->dtype, tensor->data, next));
+        most = isfinite(x) ? fmax(most, x) : most;
+        at = n-- >= 0 ? next : at;
+    } while (orch_tensor_next(tensor, index, &next));
     const double x = orch_element_load(tensor->dtype, tensor->data, at);
-    orch_element_store(tensor->dtype, tensor->data, at,
-                       tampered_nan ? NAN
-                       : isinf(x)   ? 1
-                                    : x * 1.5 + (x < 0 ? -1 : 1));
+    const double wrong = isinf(x) ? 1 : x + (x < 0 ? -most : most);
+    orch_element_store(tensor->dtype, tensor->data, at, tampered_nan ? NAN : wrong);
 }
 
 static inline void check_one_audit(const room_place_of *at, orchard_ctx *ref, orchard_ctx *ctx,
