@@ -186,7 +186,8 @@ static void check_gradient(const room_place_of *at)
 
 static bool is_asked_for(const char *line)
 {
-    return strncmp(line, "bench ", 6) != 0 && (!only || strstr(line, only));
+    return strncmp(line, "bench ", 6) != 0 && strncmp(line, "wrong ", 6) != 0 &&
+           (!only || strstr(line, only));
 }
 
 static bool is_backward(const char *line)
@@ -297,6 +298,7 @@ static void on_device(const char *line)
         }
         const room_place_of at = {line, dtypes[d], DENSE};
         check_explain(&at, ref, ctx, backend);
+        check_audit(&at, ref, backend);
         check_record(&at, ref, ctx);
     }
     orchard_ctx_free(judged);
@@ -369,6 +371,18 @@ static int richest(const char **lines)
     return count;
 }
 
+static void check_refusals(void)
+{
+    FAILS(orchard_op_outputs(NULL, orch_ops[0]->name, ref), ORCHARD_ERROR_ARGUMENT);
+    FAILS(orchard_op_outputs(ref, NULL, ref), ORCHARD_ERROR_ARGUMENT);
+    FAILS(orchard_op_outputs(ref, orch_ops[0]->name, NULL), ORCHARD_ERROR_ARGUMENT);
+    for (int i = 0; orch_cases[i]; i++) {
+        if (strncmp(orch_cases[i], "wrong ", 6) == 0) {
+            check_wrong(orch_cases[i] + 6, ref);
+        }
+    }
+}
+
 static int usage(void)
 {
     fprintf(stderr, "usage: room_test [--backend NAME [--faults]] [--only TEXT] [--messages]\n"
@@ -408,6 +422,7 @@ int main(int argc, char **argv)
         check_faults(lines, richest(lines));
     } else if (!tiny) {
         check_inout(orch_cases, is_asked_for, ref);
+        check_refusals();
         check_scratch_stays(orch_cases, is_asked_for, ref);
     }
     if (!faults && (!backend || tiny || begin_device())) {
