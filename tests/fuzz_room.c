@@ -290,16 +290,21 @@ static orchard_ctx *create(const orchard_ctx_opts *opts)
     return ctx;
 }
 
-/* The line of that number, the benches' not counted. */
+static bool is_call(const char *line)
+{
+    return strncmp(line, "bench ", 6) != 0 && strncmp(line, "wrong ", 6) != 0;
+}
+
+/* The line of that number, those that only benches or the test of refusals take not counted. */
 static const char *line_of(int number)
 {
     int count = 0, turn = -1;
     for (int i = 0; orch_cases[i]; i++) {
-        count += strncmp(orch_cases[i], "bench ", 6) != 0;
+        count += is_call(orch_cases[i]);
     }
     number %= count;
     for (int i = 0; orch_cases[i]; i++) {
-        turn += strncmp(orch_cases[i], "bench ", 6) != 0;
+        turn += is_call(orch_cases[i]);
         if (turn == number) {
             return orch_cases[i];
         }

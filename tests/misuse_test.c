@@ -422,6 +422,13 @@ static void null_pointers(fixture *f)
                    "explanation is NULL");
     expect_refusal("explain", "explain", orchard_explain(ctx, "attend", &f->forward, &explanation),
                    bad, "there is no operation \"attend\"");
+    f->forward.attention.q.rank = 2;
+    expect_refusal("op_outputs", forward, orchard_op_outputs(ctx, forward, &f->forward),
+                   ORCHARD_ERROR_SHAPE, "q has rank 2, must be 3 or 4");
+    f->forward.attention.q.rank = 3;
+    expect_refusal("op_outputs", forward, orchard_op_outputs(ctx, forward, &f->forward),
+                   ORCHARD_ERROR_SHAPE, "v has rank 4, must be 3 as q");
+    f->forward.attention.q.rank = 4;
     expect_refusal("op_call", forward, orchard_op_call(NULL, forward, &f->forward), bad,
                    "ctx is NULL");
     expect_refusal("op_call", forward, orchard_op_call(ctx, forward, NULL), bad, "args is NULL");

@@ -83,6 +83,32 @@ static inline void room_refused(room_call *c, orchard_ctx *ctx, const room_place
     }
 }
 
+/* Whether another present operand has the same shape in letters, so that sizes must agree. */
+static inline bool has_peer(const room_call *c, int32_t n)
+{
+    bool found = false;
+    for (int32_t k = 0; k < c->op->operand_count; k++) {
+        found = found || (k != n && c->op->operands[k].shape &&
+                          orch_tensor_present(orch_op_tensor(c->op, c->text.args, k)) &&
+                          strcmp(c->op->operands[k].shape, c->op->operands[n].shape) == 0);
+    }
+    return found;
+}
+
+/* Sizes of outputs are told for whatever the inputs are, or refused; nothing is read. */
+static inline void check_outputs_of(room_call *c, orchard_ctx *ctx, const room_place_of *at,
+                                    const char *what)
+{
+    unsigned char args[ORCH_CALL_ARGS];
+    memcpy(args, c->text.args, sizeof args);
+    const orchard_status status = orchard_op_outputs(ctx, c->op->name, args);
+    room_expect(!status || strncmp(orchard_last_error(), c->op->name, strlen(c->op->name)) == 0, at,
+                "outputs with a wrong %s: %s", what, orchard_last_error());
+    if (fixture_messages && status) {
+        printf("message: %s\n", orchard_last_error());
+    }
+}
+
 /* Whatever is wrong with one operand is refused, and its name told. */
 static inline void check_misuse_of(room_call *c, orchard_ctx *ctx, const room_place_of *at,
                                    int32_t n)
@@ -99,7 +125,18 @@ static inline void check_misuse_of(room_call *c, orchard_ctx *ctx, const room_pl
     *tensor = good;
     tensor->rank = 9;
     room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, words);
+    check_outputs_of(c, ctx, at, info->name);
+    tensor->rank = 0;
+    check_outputs_of(c, ctx, at, info->name);
     *tensor = good;
+    if (good.rank && has_peer(c, n)) {
+        tensor->size[good.rank - 1]++;
+        room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, "");
+        *tensor = good;
+        tensor->rank--;
+        room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, "");
+        *tensor = good;
+    }
     tensor->dtype = (orchard_dtype)99;
     room_refused(c, ctx, at, ORCHARD_ERROR_DTYPE, words);
     tensor->dtype = ORCHARD_I16;
@@ -129,8 +166,14 @@ static inline void check_misuse(const room_place_of *at, orchard_ctx *ref)
         return;
     }
     for (int32_t n = 0; n < c.op->operand_count; n++) {
-        if (orch_tensor_present(orch_op_tensor(c.op, c.text.args, n)) && c.op->operands[n].shape) {
+        orchard_tensor *tensor = orch_op_tensor(c.op, c.text.args, n);
+        const orchard_tensor good = *tensor;
+        if (orch_tensor_present(tensor) && c.op->operands[n].shape) {
             check_misuse_of(&c, ref, at, n);
+        } else if (orch_tensor_present(tensor)) {
+            tensor->rank = 9;
+            check_outputs_of(&c, ref, at, c.op->operands[n].name);
+            *tensor = good;
         }
     }
     for (int32_t n = 0; n < c.op->option_count; n++) {
@@ -151,9 +194,27 @@ static inline void check_misuse(const room_place_of *at, orchard_ctx *ref)
             *(int64_t *)field = (int64_t)option->high + 1;
         }
         room_refused(&c, ref, at, ORCHARD_ERROR_ARGUMENT, option->name);
+        check_outputs_of(&c, ref, at, option->name);
         memcpy(field, good, sizeof good);
     }
     room_free(&c);
+}
+
+/* A line that starts with "wrong" is a call that the room's own check refuses. */
+static inline void check_wrong(const char *line, orchard_ctx *ref)
+{
+    const room_place_of at = {line, ORCHARD_F32, DENSE};
+    room_call c;
+    if (room_make(&c, ref, line, at.dtype, at.layout, 1)) {
+        room_remember(&c);
+        const orchard_status status = orch_dispatch(ref, c.op, c.text.args);
+        const bool refused = status <= ORCHARD_ERROR_ARGUMENT && status >= ORCHARD_ERROR_LAYOUT;
+        room_expect(refused, &at, "a wrong call is not refused");
+        if (refused) {
+            room_refused(&c, ref, &at, status, "");
+        }
+        room_free(&c);
+    }
 }
 
 /* ---- Overlap --------------------------------------------------------------------------------- */
@@ -306,46 +367,78 @@ static inline void check_split(const room_place_of *at, orchard_ctx *ref, orchar
 
 /* ---- Audit, record, explain ------------------------------------------------------------------ */
 
+/* Which output is changed, where, and whether it becomes a NaN. */
+static int32_t tampered;
+static int64_t tampered_element;
+static bool tampered_nan;
+
 static inline void room_tamper(const orch_call *call)
 {
-    for (int32_t n = 0; n < call->operand_count; n++) {
-        const orchard_tensor *tensor = call->operands[n].tensor;
-        if (orch_is_written(call->operands[n].role) && orch_tensor_present(tensor) &&
-            orch_tensor_extent(tensor)) {
-            const double x = orch_element_load(tensor->dtype, tensor->data, 0);
-            orch_element_store(tensor->dtype, tensor->data, 0, x * 1.5 + (x < 0 ? -1 : 1));
-            return;
-        }
-    }
+    const orchard_tensor *tensor = call->operands[tampered].tensor;
+    int64_t index[ORCHARD_MAX_RANK] = {0}, at = 0, next = 0, n = tampered_element;
+    double most = 1; /* any bound is a part of the largest number */
+    do {
+        const double x = fabs(orch_element_load(tensor->dtype, tensor->data, next));
+        most = isfinite(x) ? fmax(most, x) : most;
+        at = n-- >= 0 ? next : at;
+    } while (orch_tensor_next(tensor, index, &next));
+    const double x = orch_element_load(tensor->dtype, tensor->data, at);
+    const double wrong = isinf(x) ? 1 : x + (x < 0 ? -most : most);
+    orch_element_store(tensor->dtype, tensor->data, at, tampered_nan ? NAN : wrong);
 }
 
-/* A right call agrees, one whose first number was changed does not; strict makes that an error. */
-static inline void check_audit(const room_place_of *at, orchard_ctx *ref)
+static inline void check_one_audit(const room_place_of *at, orchard_ctx *ref, orchard_ctx *ctx,
+                                   bool wrong)
 {
-    setenv("ORCHARD_AUDIT", "1", 1);
-    for (int wrong = 0; wrong < 2; wrong++) {
-        room_call c;
-        orchard_ctx *ctx;
-        const orchard_ctx_opts opts = {.backend = "cpu", .threads = 2, .strict = 1};
-        if (!room_ready(&c, ref, at, 1)) {
-            break;
-        }
-        CHECK_INT(orchard_ctx_create(&ctx, &opts), ORCHARD_OK);
-        orch_audit_tamper = wrong ? room_tamper : NULL;
-        orchard_status status = orch_dispatch(ctx, c.op, c.text.args);
-        bool some = false;
-        for (int32_t n = 0; n < c.op->operand_count; n++) {
-            const orchard_tensor *out = orch_op_tensor(c.op, c.text.args, n);
-            some = some || (orch_is_written(c.op->operands[n].role) && orch_tensor_extent(out));
-        }
-        orch_audit_tamper = NULL;
-        const orchard_status expected = wrong && some ? ORCHARD_ERROR_INTERNAL : ORCHARD_OK;
-        room_expect(status == expected, at, "audit of a %s call: %d, %s", wrong ? "wrong" : "right",
-                    (int)status, orchard_last_error());
-        orchard_ctx_free(ctx);
-        room_free(&c);
+    room_call c;
+    char words[64] = "";
+    if (!room_ready(&c, ref, at, 1)) {
+        return;
     }
+    orch_audit_tamper = wrong ? room_tamper : NULL;
+    const orchard_status status = orch_dispatch(ctx, c.op, c.text.args);
+    orch_audit_tamper = NULL;
+    if (wrong) {
+        snprintf(words, sizeof words, "%s: audit: %s[", c.op->name, c.op->operands[tampered].name);
+    }
+    room_expect(status == (wrong ? ORCHARD_ERROR_INTERNAL : ORCHARD_OK) &&
+                    (!wrong || strncmp(orchard_last_error(), words, strlen(words)) == 0),
+                at, "audit of a %s call: %d, %s", wrong ? "wrong" : "right", (int)status,
+                orchard_last_error());
+    if (fixture_messages && status) {
+        printf("message: %s\n", orchard_last_error());
+    }
+    room_free(&c);
+}
+
+/* A right call agrees; one in which a number of any output was changed, at its ends or somewhere
+ * between, does not; strict makes that an error. */
+static inline void check_audit(const room_place_of *at, orchard_ctx *ref, const char *backend_name)
+{
+    room_call c;
+    orchard_ctx *ctx;
+    if (!room_ready(&c, ref, at, 1)) {
+        return;
+    }
+    setenv("ORCHARD_AUDIT", "1", 1);
+    CHECK_INT(orchard_ctx_create(
+                  &ctx, &(orchard_ctx_opts){.backend = backend_name, .threads = 2, .strict = 1}),
+              ORCHARD_OK);
     unsetenv("ORCHARD_AUDIT");
+    check_one_audit(at, ref, ctx, false);
+    for (tampered = 0; tampered < c.op->operand_count; tampered++) {
+        const orchard_tensor *out = orch_op_tensor(c.op, c.text.args, tampered);
+        if (orch_is_written(c.op->operands[tampered].role) && orch_tensor_present(out) &&
+            orch_tensor_extent(out)) {
+            for (int n = 0; n < 3; n++) {
+                tampered_element = n == 1 ? 7 : n ? INT64_MAX : 0;
+                tampered_nan = n == 1;
+                check_one_audit(at, ref, ctx, true);
+            }
+        }
+    }
+    orchard_ctx_free(ctx);
+    room_free(&c);
 }
 
 /* A recorded call runs again with the same bits. */
@@ -385,9 +478,12 @@ static inline void check_explain(const room_place_of *at, orchard_ctx *ref, orch
     if (!room_ready(&c, ref, at, 1)) {
         return;
     }
-    CHECK_INT(explained_ask(&e, ctx, c.op->name, c.text.args), ORCHARD_OK);
-    CHECK_INT(orch_dispatch(ctx, c.op, c.text.args), ORCHARD_OK);
-    explained_check(&e, takes, at->line);
+    orchard_status status = explained_ask(&e, ctx, c.op->name, c.text.args);
+    status = status ? status : orch_dispatch(ctx, c.op, c.text.args);
+    room_expect(!status, at, "explain or the call: %s", orchard_last_error());
+    if (!status) {
+        explained_check(&e, takes, at->line);
+    }
     room_free(&c);
 }
 

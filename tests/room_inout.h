@@ -1,6 +1,7 @@
-/* An operation of this program's own, y += x with y INOUT, where no room has one: what it overwrites
- * is kept before, audited and recorded; after a failure before commit the CPU runs it once, after
- * commit nobody runs it again. And calls whose output is their input, recorded and replayed. */
+/* An operation of this program's own, y += x with y INOUT, where no room has one: what it
+ * overwrites is kept before, audited and recorded; after a failure before commit the CPU runs it
+ * once, after commit nobody runs it again. And calls whose output is their input, recorded and
+ * replayed. */
 #ifndef ORCHARD_TESTS_ROOM_INOUT_H
 #define ORCHARD_TESTS_ROOM_INOUT_H
 
@@ -14,8 +15,8 @@ typedef struct add_args {
 enum { ADDED = 150, ADD_THREADS = 64 };
 
 static const orchard_operand_info add_operands[] = {
-    {"y", ORCHARD_INOUT, 0, offsetof(add_args, y), "*", "x", NULL, 1},
-    {"x", ORCHARD_IN, 0, offsetof(add_args, x), "*", "float", NULL, 0},
+    {"y", ORCHARD_INOUT, 0, offsetof(add_args, y), "*", "x", NULL, 1, 0, 0},
+    {"x", ORCHARD_IN, 0, offsetof(add_args, x), "*", "float", NULL, 0, 0, 0},
 };
 static const orch_layout add_layouts[] = {{1, sizeof(add_args)}};
 

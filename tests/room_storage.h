@@ -98,19 +98,19 @@ static inline void move_out(lodging *at, room_operand *o, bool readable)
 
 /* ---- How operands come to the device --------------------------------------------------------- */
 
-/* Operands that overlap come as one region. */
+/* Operands that overlap come as one region, with those that overlap them. */
 static inline bool is_wrapped(const room_call *c, int32_t n, size_t alignment)
 {
     const orchard_tensor *tensor = orch_op_tensor(c->op, c->text.args, n);
-    const uintptr_t begin = (uintptr_t)tensor->data, end = begin + orch_tensor_extent(tensor);
-    uintptr_t first = begin, last = end;
+    uintptr_t first = (uintptr_t)tensor->data, last = first + orch_tensor_extent(tensor);
     for (int32_t i = 0; i < c->op->operand_count; i++) {
         const orchard_tensor *other = orch_op_tensor(c->op, c->text.args, i);
         const uintptr_t at = (uintptr_t)other->data;
         const uint64_t bytes = at && !other->buffer ? orch_tensor_extent(other) : 0;
-        if (bytes && at < end && begin < at + bytes) {
+        if (bytes && at < last && first < at + bytes && (at < first || at + bytes > last)) {
             first = at < first ? at : first;
             last = at + bytes > last ? at + bytes : last;
+            i = -1; /* it may touch others now */
         }
     }
     return alignment && first % alignment == 0 && (last - first) % alignment == 0;

@@ -6,11 +6,15 @@
  *             written
  *   bits      the same twice, with 1, 2 and 7 threads, on every instruction set, for split rows
  *   gradient  in double, on `ref`: along a random direction, against finite differences of forward
- *   overlap, misuse, allocation, audit, record: see room_checks.h
+ *   overlap, misuse, audit, record, explain: room_checks.h; memory that runs out: room_memory.h
  *
- * On every instruction set, or with --backend NAME on that backend; --only TEXT runs the cases that
- * hold the text, --orders runs Metal's threads in several orders. A case that fails prints its
- * line, dtype and layout. */
+ * and of the program's own operation on its INOUT operand: room_inout.h.
+ *
+ * On every instruction set; with --backend NAME on that backend, with operands in every kind of
+ * memory (room_storage.h) and launch plans (room_launches.h); with --faults beside it what happens
+ * when the device fails (room_faults.h). --only TEXT runs the cases that hold the text, --orders
+ * runs Metal's threads in several orders, --tiny is for valgrind, Oclgrind and races. A case that
+ * fails prints its line, dtype and layout. */
 #define _DEFAULT_SOURCE
 #include "room_faults.h"
 #include "room_inout.h"
@@ -21,6 +25,8 @@ extern const char *const orch_cases[];
 
 static const orchard_dtype dtypes[] = {ORCHARD_F64, ORCHARD_F32, ORCHARD_F16, ORCHARD_BF16};
 static orchard_ctx *ref;
+static bool orders, tiny;
+enum { MOST_TINY_BYTES = 5000 };
 static storage_test storages;
 static orchard_device_info device;
 static const char *far_op = ""; /* whose operands were far away last */
@@ -84,13 +90,26 @@ static uint64_t bits_of(const room_place_of *at, orchard_ctx *ctx)
     return bits;
 }
 
+/* The stand-in reads its order at each dispatch. */
+static void set_order(int turn)
+{
+    static const char *const order[] = {"forward", "reverse", "random:5"};
+    static const char *const workers[] = {"1", "2", "2"};
+    if (orders) {
+        setenv("METAL_STANDIN_ORDER", order[turn % 3], 1);
+        setenv("METAL_STANDIN_WORKERS", workers[turn % 3], 1);
+    }
+}
+
+/* Each context, the first one once more, or in three orders of its threads. */
 static void check_bits(const room_place_of *at, orchard_ctx *const *ctxs, int count)
 {
     const uint64_t bits = bits_of(at, ctxs[0]);
-    for (int i = 0; i < count; i++) {
-        room_expect(bits_of(at, ctxs[i]) == bits, at, "context %d of %d gives other bits", i,
-                    count);
+    for (int i = 0; i < (orders ? 3 : count); i++) {
+        set_order(i);
+        room_expect(bits_of(at, ctxs[i % count]) == bits, at, "run %d gives other bits", i);
     }
+    set_order(0);
 }
 
 /* ---- Gradients ------------------------------------------------------------------------------- */
@@ -167,7 +186,8 @@ static void check_gradient(const room_place_of *at)
 
 static bool is_asked_for(const char *line)
 {
-    return strncmp(line, "bench ", 6) != 0 && (!only || strstr(line, only));
+    return strncmp(line, "bench ", 6) != 0 && strncmp(line, "wrong ", 6) != 0 &&
+           (!only || strstr(line, only));
 }
 
 static bool is_backward(const char *line)
@@ -175,6 +195,31 @@ static bool is_backward(const char *line)
     const char *end = strchr(line, ' ');
     const size_t length = end ? (size_t)(end - line) : strlen(line);
     return length > 9 && strncmp(line + length - 9, "_backward", 9) == 0;
+}
+
+/* For machines that are slow on purpose: in single precision, dense. */
+static void on_slow_machine(const char *line)
+{
+    const room_place_of at = {line, ORCHARD_F32, DENSE};
+    room_call c;
+    int64_t largest = 0;
+    if (!room_make(&c, ref, line, ORCHARD_F32, DENSE, 1)) {
+        return;
+    }
+    for (int i = 0; i < c.count; i++) {
+        const int64_t bytes = (int64_t)orch_tensor_extent(c.of[i].tensor);
+        largest = bytes > largest ? bytes : largest;
+    }
+    room_free(&c);
+    if (largest <= MOST_TINY_BYTES) {
+        orchard_ctx *ctx = room_context(backend ? backend : "cpu", NULL, 2);
+        check_values(&at, ctx);
+        check_bits(&at, &ctx, 1);
+        orchard_ctx_free(ctx);
+        if (!backend) {
+            check_host(&at, ref);
+        }
+    }
 }
 
 static void on_host(const char *line)
@@ -253,6 +298,7 @@ static void on_device(const char *line)
         }
         const room_place_of at = {line, dtypes[d], DENSE};
         check_explain(&at, ref, ctx, backend);
+        check_audit(&at, ref, backend);
         check_record(&at, ref, ctx);
     }
     orchard_ctx_free(judged);
@@ -325,9 +371,22 @@ static int richest(const char **lines)
     return count;
 }
 
+static void check_refusals(void)
+{
+    FAILS(orchard_op_outputs(NULL, orch_ops[0]->name, ref), ORCHARD_ERROR_ARGUMENT);
+    FAILS(orchard_op_outputs(ref, NULL, ref), ORCHARD_ERROR_ARGUMENT);
+    FAILS(orchard_op_outputs(ref, orch_ops[0]->name, NULL), ORCHARD_ERROR_ARGUMENT);
+    for (int i = 0; orch_cases[i]; i++) {
+        if (strncmp(orch_cases[i], "wrong ", 6) == 0) {
+            check_wrong(orch_cases[i] + 6, ref);
+        }
+    }
+}
+
 static int usage(void)
 {
-    fprintf(stderr, "usage: room_test [--backend NAME [--faults]] [--only TEXT] [--messages]\n");
+    fprintf(stderr, "usage: room_test [--backend NAME [--faults]] [--only TEXT] [--messages]\n"
+                    "                 [--orders] [--tiny]\n");
     return 2;
 }
 
@@ -341,6 +400,10 @@ int main(int argc, char **argv)
             only = argv[++i];
         } else if (strcmp(argv[i], "--faults") == 0) {
             faults = true;
+        } else if (strcmp(argv[i], "--orders") == 0) {
+            orders = true;
+        } else if (strcmp(argv[i], "--tiny") == 0) {
+            tiny = true;
         } else if (strcmp(argv[i], "--messages") == 0) {
             fixture_messages = 1;
         } else {
@@ -357,14 +420,15 @@ int main(int argc, char **argv)
         }
         check_inout_faults();
         check_faults(lines, richest(lines));
-    } else {
+    } else if (!tiny) {
         check_inout(orch_cases, is_asked_for, ref);
+        check_refusals();
         check_scratch_stays(orch_cases, is_asked_for, ref);
     }
-    if (!faults && (!backend || begin_device())) {
+    if (!faults && (!backend || tiny || begin_device())) {
         for (int i = 0; orch_cases[i]; i++) {
             if (is_asked_for(orch_cases[i])) {
-                (backend ? on_device : on_host)(orch_cases[i]);
+                (tiny ? on_slow_machine : backend ? on_device : on_host)(orch_cases[i]);
             }
         }
     }

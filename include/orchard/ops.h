@@ -51,6 +51,12 @@ typedef struct orchard_operand_info {
     /* How far rounding may carry an element of an output from its exact value: so many units in the
      * last place of the largest element. 0: the operation has a bound of its own. */
     int32_t ulps;
+
+    /* 1: not a tensor but a list: at `offset` lies a const orchard_tensor *, at `count_offset` an
+     * int64_t that says how many tensors it has, the same for all lists with that count. Sizes,
+     * dtypes and `in_place` go by place: the i-th of a list with the i-th of others. */
+    int32_t list;
+    size_t count_offset;
 } orchard_operand_info;
 
 typedef enum orchard_option_kind {
@@ -83,8 +89,13 @@ ORCHARD_API const orchard_option_info *orchard_op_option(const char *op, int32_t
  * shapes in letters take what the call's own check would. */
 ORCHARD_API orchard_status orchard_op_outputs(orchard_ctx *ctx, const char *op, void *args);
 
-/* The call of that name: orchard_<op>(ctx, args). */
+/* The call itself, by the operation's name: orchard_<op>(ctx, args). */
 ORCHARD_API orchard_status orchard_op_call(orchard_ctx *ctx, const char *op, const void *args);
+
+/* How many multiplications and additions the call is counted as; 0 where the operation counts none,
+ * since memory sets its speed. The call is checked as for orchard_explain. */
+ORCHARD_API orchard_status orchard_op_flops(orchard_ctx *ctx, const char *op, const void *args,
+                                            double *flops);
 
 #ifdef __cplusplus
 }

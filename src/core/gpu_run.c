@@ -16,6 +16,7 @@ static const char no_device[ORCH_DEVICE_KINDS][40] = {
     [ORCH_OPENCL] = "no OpenCL device could be opened"};
 static const char is_cpu[] = "the device is this CPU, which the cpu backend uses better";
 static const char elsewhere[] = "an operand lies in private memory of another device";
+static const char has_lists[] = "lists of tensors run on the CPU";
 static const char buffer_too_large[] = "an operand is larger than the device's largest buffer";
 
 const char orch_gpu_no_plan[] = "no memory for the plan of a device";
@@ -50,6 +51,9 @@ static orch_gpu_plan *empty_plan(orchard_ctx *ctx)
 const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps,
                              orch_gpu_plan **plan)
 {
+    if (orch_op_has_lists(call->op)) {
+        return has_lists;
+    }
     for (int32_t i = 0; i < call->operand_count; i++) {
         if (extent_of(&call->operands[i]) > caps->buffer_bytes) {
             return buffer_too_large;

@@ -136,6 +136,8 @@ void orch_rows_scalars(const orch_rows *rows, orch_gpu_plan *plan)
         }
     }
     plan->int_count = (int32_t)(at - plan->ints);
+    plan->float_count =
+        1; /* what every kernel has a parameter for must be bound: a 0 to begin with */
 }
 
 void orch_rows_launch(orch_gpu_plan *plan, const orch_op *op, orchard_dtype dtype,

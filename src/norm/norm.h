@@ -39,10 +39,9 @@ typedef struct orch_norm {
 } orch_norm;
 
 /* Rows of a task of forward on the CPU; rows of a block, which backward sums before it adds blocks
- * up; rows that backward works at together on the CPU. All follow from the shape alone. */
+ * up. Both follow from the shape alone. */
 int64_t orch_norm_task_rows(const orch_norm *p);
 int64_t orch_norm_block_rows(const orch_norm *p);
-int64_t orch_norm_group_rows(const orch_norm *p);
 
 /* Columns of a task that adds blocks up; reals between two rows of what is added up. */
 enum { ORCH_NORM_SUM_COLUMNS = 256 };

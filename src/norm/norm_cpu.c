@@ -5,9 +5,8 @@
 #include "core/cpu_passes.h"
 #include "core/numbers.h"
 
-/* Elements of a task of forward; the longest rows that backward works at four at a time; numbers
- * of all blocks together. */
-enum { TASK_ELEMENTS = 16384, GROUP_COLUMNS = 4096, BLOCK_NUMBERS = 1 << 22 };
+/* Elements of a task of forward; numbers of all blocks of backward together. */
+enum { TASK_ELEMENTS = 16384, BLOCK_NUMBERS = 1 << 22 };
 
 ORCH_CPU_DECLARE(norm_forward)
 ORCH_CPU_DECLARE(norm_backward)
@@ -29,11 +28,6 @@ int64_t orch_norm_block_rows(const orch_norm *p)
     return block;
 }
 
-int64_t orch_norm_group_rows(const orch_norm *p)
-{
-    return p->rows.columns > GROUP_COLUMNS ? 1 : 4;
-}
-
 int64_t orch_norm_sum_width(const orch_norm *p)
 {
     return orch_ceil_div(p->rows.columns, 8) * 8;
@@ -51,15 +45,15 @@ static void forward_work(const void *problem, orch_cpu_work *work)
 static void backward_work(const void *problem, orch_cpu_work *work)
 {
     const orch_norm *p = problem;
-    const int64_t columns = p->rows.columns, group = orch_norm_group_rows(p);
+    const int64_t columns = p->rows.columns;
     const size_t size = p->dtype == ORCHARD_F64 ? 8 : 4;
     work->f64 = p->dtype == ORCHARD_F64;
     if (columns == 0) {
         return;
     }
     work->tasks[0] = orch_ceil_div(p->rows.rows, orch_norm_block_rows(p));
-    /* dout, x and dsum of a group, and weight. */
-    work->worker_bytes = size * (size_t)orch_max((3 * group + 1) * columns, ORCH_NORM_SUM_COLUMNS);
+    /* dout, x and dsum of two rows, and weight. */
+    work->worker_bytes = size * (size_t)orch_max(7 * columns, ORCH_NORM_SUM_COLUMNS);
     if (orch_norm_has(p, ORCH_NORM_DWEIGHT) || orch_norm_has(p, ORCH_NORM_DBIAS)) {
         work->tasks[1] = orch_ceil_div(columns, ORCH_NORM_SUM_COLUMNS);
         work->shared_bytes = size * (size_t)(2 * work->tasks[0] * orch_norm_sum_width(p));

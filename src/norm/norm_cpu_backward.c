@@ -1,10 +1,12 @@
 /* Backward: for each row the sums that its dx needs, then dx and the row's share of dweight and
- * dbias. Four rows go together, so that what is summed up over rows is read and written once for
- * all of them. With g = dout * weight and n = (x - mean) * rstd - shift:
+ * dbias. Two rows go together, so that what is summed up over rows is read and written once for
+ * both, and all that is the same along them stays in registers. With g = dout * weight and
+ * n = (x - mean) * rstd - shift:
  *
  *     dx = (g - mean(g) - n * mean(g n)) * rstd + dsum
  *
- * The sum of x - mean, which would be 0 were the mean not rounded, is `shift`: see forward. */
+ * The sum of x - mean, which would be 0 were the mean not rounded, is `shift`: see forward. `dtype`
+ * is that of the rows, a constant. */
 #include <string.h>
 
 #include "core/numbers.h"
@@ -15,101 +17,134 @@ void ORCH_K(norm_backward)(const void *problem, int64_t task, char *shared, char
 void ORCH_K(norm_backward_sum)(const void *problem, int64_t task, char *shared, char *worker);
 
 typedef struct row_of {
-    const real *dout, *x, *dsum; /* dsum NULL: none */
-    real *dx;
-    v_real mean, rstd, shift, less, along; /* less: mean(g), along: mean(g n) */
+    const char *dout, *x, *dsum;
+    char *dx;
+    real mean, rstd, shift; /* n = (x - mean) * rstd + shift */
+    real along, less;       /* dx = (g - less - n * along) * rstd */
 } row_of;
 
-/* What is the same for all rows; NULL: absent, not wanted. */
-typedef struct shared_of {
-    const real *weight;
-    real *dweight, *dbias;
-} shared_of;
+/* What is the same for all rows. */
+typedef struct common_of {
+    const real *weight;    /* NULL: none */
+    real *dweight, *dbias; /* NULL: not wanted */
+    bool dsum;
+} common_of;
 
 /* ---- Sums over columns ----------------------------------------------------------------------- */
 
-/* Of g, of d = x - mean and of g * d. */
-ORCH_INLINE void add_column(v_real g, v_real d, bool centred, v_real *sum, v_real *rest,
-                            v_real *product)
+ORCH_INLINE v_real gradient(v_real dout, const real *weight, int64_t c, int64_t end)
 {
-    *product = v_fma(g, d, *product);
+    return weight ? v_mul(dout, dense_load((const char *)weight, REAL_DTYPE, c, end, 0)) : dout;
+}
+
+/* Of g, of d = x - mean, and of g * d. */
+typedef struct row_sums {
+    v_real g[4], d[4], product[4];
+} row_sums;
+
+ORCH_INLINE void add_column(row_sums *s, int i, const row_of *r, const real *weight,
+                            orchard_dtype dtype, int64_t c, int64_t end, bool centred)
+{
+    const v_real mean = v_set1(r->mean), x = dense_load(r->x, dtype, c, end, r->mean);
+    const v_real g = gradient(dense_load(r->dout, dtype, c, end, 0), weight, c, end);
+    const v_real d = centred ? v_sub(x, mean) : x;
+    s->product[i] = v_fma(g, d, s->product[i]);
     if (centred) {
-        *sum = v_add(*sum, g);
-        *rest = v_add(*rest, d);
+        s->g[i] = v_add(s->g[i], g);
+        s->d[i] = v_add(s->d[i], d);
     }
 }
 
-ORCH_INLINE v_real gradient(v_real dout, const real *weight, int64_t c, int64_t columns)
+ORCH_INLINE void finish_row(row_of *r, const real *weight, orchard_dtype dtype, int64_t columns,
+                            bool centred)
 {
-    return weight ? v_mul(dout, row_vector(weight, c, columns, 0)) : dout;
-}
-
-ORCH_INLINE void sums_of(row_of *r, const real *weight, int64_t columns, real mean, real rstd,
-                         bool centred)
-{
-    const v_real m = v_set1(mean);
-    v_real sum[4], rest[4], product[4];
+    row_sums s;
     int64_t c = 0;
     for (int i = 0; i < 4; i++) {
-        sum[i] = rest[i] = product[i] = v_zero();
+        s.g[i] = s.d[i] = s.product[i] = v_zero();
     }
     for (; c + ROW_STEP <= columns; c += ROW_STEP) {
         for (int i = 0; i < 4; i++) {
             const int64_t at = c + i * VW;
-            const v_real g = gradient(v_load(r->dout + at), weight, at, columns);
-            add_column(g, v_sub(v_load(r->x + at), m), centred, &sum[i], &rest[i], &product[i]);
+            add_column(&s, i, r, weight, dtype, at, at + VW, centred);
         }
     }
     for (int i = 0; c < columns; c += VW, i++) {
-        const v_real g = gradient(row_vector(r->dout, c, columns, 0), weight, c, columns);
-        const v_real d = v_sub(row_vector(r->x, c, columns, mean), m);
-        add_column(g, d, centred, &sum[i], &rest[i], &product[i]);
+        add_column(&s, i, r, weight, dtype, c, columns, centred);
     }
-    const real count = (real)columns, total = row_total(sum);
-    const real shift = row_total(rest) / count * rstd;
-    r->mean = m;
-    r->rstd = v_set1(rstd);
-    r->shift = v_set1(-shift);
-    r->less = v_set1(total / count);
-    r->along = v_set1((row_total(product) * rstd - shift * total) / count);
+    const real count = (real)columns, g = row_total(s.g);
+    r->shift = -(row_total(s.d) / count * r->rstd);
+    r->along = (row_total(s.product) * r->rstd + r->shift * g) / count;
+    r->less = g / count;
 }
 
-/* ---- Columns of a group ---------------------------------------------------------------------- */
+/* ---- Columns of a pair ----------------------------------------------------------------------- */
 
-/* A column of `count` rows, a constant where it is 4. */
-ORCH_INLINE void column_of(row_of *rows, int count, const shared_of *s, int64_t c, int64_t columns)
+ORCH_INLINE void write_vector(const row_of *r, const common_of *by, orchard_dtype dtype, int64_t c,
+                              int64_t end, bool centred, v_real *dweight, v_real *dbias)
 {
-    v_real dweight = s->dweight ? v_load(s->dweight + c) : v_zero();
-    v_real dbias = s->dbias ? v_load(s->dbias + c) : v_zero();
+    const v_real rstd = v_set1(r->rstd), along = v_set1(r->along);
+    const v_real dout = dense_load(r->dout, dtype, c, end, 0),
+                 x = dense_load(r->x, dtype, c, end, 0);
+    const v_real g = gradient(dout, by->weight, c, end);
+    const v_real n =
+        centred ? v_fma(v_sub(x, v_set1(r->mean)), rstd, v_set1(r->shift)) : v_mul(x, rstd);
+    const v_real beyond = centred ? v_sub(g, v_set1(r->less)) : g;
+    v_real dx = v_mul(v_fnma(n, along, beyond), rstd);
+    if (by->dsum) {
+        dx = v_add(dx, dense_load(r->dsum, dtype, c, end, 0));
+    }
+    dense_store(r->dx, dtype, c, end, dx);
+    *dweight = v_fma(dout, n, *dweight);
+    *dbias = v_add(*dbias, dout);
+}
+
+/* `count` rows, a constant of 1 or 2; columns [c, c + VW), or as many of them as there are. */
+ORCH_INLINE void write_column(const row_of *rows, int count, const common_of *by,
+                              orchard_dtype dtype, int64_t c, int64_t end, bool centred)
+{
+    v_real dweight = by->dweight ? v_load(by->dweight + c) : v_zero();
+    v_real dbias = by->dbias ? v_load(by->dbias + c) : v_zero();
     for (int i = 0; i < count; i++) {
-        const row_of *r = &rows[i];
-        const v_real dout = row_vector(r->dout, c, columns, 0);
-        const v_real d = v_sub(row_vector(r->x, c, columns, 0), r->mean);
-        const v_real n = v_fma(d, r->rstd, r->shift);
-        const v_real g = gradient(dout, s->weight, c, columns);
-        v_real dx = v_mul(v_fnma(n, r->along, v_sub(g, r->less)), r->rstd);
-        if (r->dsum) {
-            dx = v_add(dx, row_vector(r->dsum, c, columns, 0));
-        }
-        row_set_vector(r->dx, c, columns, v_canonical(dx));
-        dweight = v_fma(dout, n, dweight);
-        dbias = v_add(dbias, dout);
+        write_vector(&rows[i], by, dtype, c, end, centred, &dweight, &dbias);
     }
-    if (s->dweight) {
-        v_store(s->dweight + c, dweight);
+    if (by->dweight) {
+        v_store(by->dweight + c, dweight);
     }
-    if (s->dbias) {
-        v_store(s->dbias + c, dbias);
+    if (by->dbias) {
+        v_store(by->dbias + c, dbias);
     }
 }
 
-static void columns_of(row_of *rows, int count, const shared_of *s, int64_t columns)
+ORCH_INLINE void write_rows(const row_of *rows, int count, const common_of *by, orchard_dtype dtype,
+                            int64_t columns, bool centred)
 {
-    for (int64_t c = 0; c < columns && count == 4; c += VW) {
-        column_of(rows, 4, s, c, columns);
+    /* Copies, which no store can change. */
+    const row_of two[2] = {rows[0], rows[count - 1]};
+    int64_t c = 0;
+    for (; c + VW <= columns; c += VW) {
+        write_column(two, count, by, dtype, c, c + VW, centred);
     }
-    for (int64_t c = 0; c < columns && count != 4; c += VW) {
-        column_of(rows, count, s, c, columns);
+    if (c < columns) {
+        write_column(two, count, by, dtype, c, columns, centred);
+    }
+}
+
+/* What is usual gets a loop of its own. */
+ORCH_INLINE void write_group(const row_of *rows, int count, const common_of *by,
+                             orchard_dtype dtype, int64_t columns, bool centred)
+{
+    const bool usual = count == 2 && by->weight && by->dweight && !by->dsum;
+    if (usual && centred && by->dbias) {
+        const common_of all = {by->weight, by->dweight, by->dbias, false};
+        write_rows(rows, 2, &all, dtype, columns, centred);
+    } else if (usual && !centred && !by->dbias) {
+        const common_of all = {by->weight, by->dweight, NULL, false};
+        write_rows(rows, 2, &all, dtype, columns, centred);
+    } else if (count == 2) {
+        write_rows(rows, 2, by, dtype, columns, centred);
+    } else {
+        write_rows(rows, 1, by, dtype, columns, centred);
     }
 }
 
@@ -122,55 +157,64 @@ static real *block_sums(const orch_norm *p, char *shared, int64_t block)
 }
 
 /* `buffer` is three rows. */
-static void read_row(const orch_norm *p, int64_t row, const real *weight, real *buffer, row_of *r)
+ORCH_INLINE void read_row(const orch_norm *p, int64_t row, const real *weight, real *buffer,
+                          orchard_dtype dtype, bool centred, row_of *r)
 {
     const orch_rows *rows = &p->rows;
     const int64_t columns = rows->columns;
-    const real rstd = row_number(rows, ORCH_NORM_BACKWARD_RSTD, row);
-    r->dout = row_read(rows, ORCH_NORM_DOUT, row, 0, columns, buffer);
-    r->dx = row_target(rows, ORCH_NORM_DX, row, 0, buffer);
-    r->x = row_read(rows, ORCH_NORM_BACKWARD_X, row, 0, columns, buffer + columns);
+    r->dout = row_source(rows, ORCH_NORM_DOUT, row, dtype, buffer);
+    r->dx = row_sink(rows, ORCH_NORM_DX, row, dtype, buffer);
+    r->x = row_source(rows, ORCH_NORM_BACKWARD_X, row, dtype, buffer + columns);
     r->dsum = orch_norm_has(p, ORCH_NORM_DSUM)
-                  ? row_read(rows, ORCH_NORM_DSUM, row, 0, columns, buffer + 2 * columns)
+                  ? row_source(rows, ORCH_NORM_DSUM, row, dtype, buffer + 2 * columns)
                   : NULL;
-    if (p->centred) {
-        const real mean = row_number(rows, ORCH_NORM_BACKWARD_MEAN, row);
-        sums_of(r, weight, columns, mean, rstd, true);
-    } else {
-        sums_of(r, weight, columns, 0, rstd, false);
+    r->mean = centred ? row_number(rows, ORCH_NORM_BACKWARD_MEAN, row) : 0;
+    r->rstd = row_number(rows, ORCH_NORM_BACKWARD_RSTD, row);
+    finish_row(r, weight, dtype, columns, centred);
+}
+
+ORCH_INLINE void backward_rows(const orch_norm *p, int64_t task, const common_of *by, real *buffer,
+                               orchard_dtype dtype, bool centred)
+{
+    const int64_t columns = p->rows.columns, block = orch_norm_block_rows(p);
+    const int64_t end = orch_min(p->rows.rows, (task + 1) * block);
+    for (int64_t row = task * block; row < end; row += 2) {
+        const int count = (int)orch_min(2, end - row);
+        row_of pair[2];
+        for (int i = 0; i < count; i++) {
+            read_row(p, row + i, by->weight, buffer + 3 * i * columns, dtype, centred, &pair[i]);
+        }
+        write_group(pair, count, by, dtype, columns, centred);
+        for (int i = 0; i < count; i++) {
+            row_sent(&p->rows, ORCH_NORM_DX, row + i, dtype, pair[i].dx);
+        }
     }
 }
 
 void ORCH_K(norm_backward)(const void *problem, int64_t task, char *shared, char *worker)
 {
+    static const int32_t dense[] = {ORCH_NORM_DX, ORCH_NORM_DOUT, ORCH_NORM_DSUM,
+                                    ORCH_NORM_BACKWARD_X};
     const orch_norm *p = problem;
-    const orch_rows *rows = &p->rows;
-    const int64_t columns = rows->columns, block = orch_norm_block_rows(p);
-    const int64_t end = orch_min(rows->rows, (task + 1) * block), group = orch_norm_group_rows(p);
-    real *buffer = (real *)worker, *last = buffer + 3 * group * columns;
-    real *sums = block_sums(p, shared, task);
+    const int64_t columns = p->rows.columns;
     const bool dweight = orch_norm_has(p, ORCH_NORM_DWEIGHT);
     const bool dbias = orch_norm_has(p, ORCH_NORM_DBIAS);
-    const shared_of s = {
-        .weight = row_read_shifted(rows, ORCH_NORM_BACKWARD_WEIGHT, columns, (real)p->weight_offset,
-                                   last),
+    real *buffer = (real *)worker, *sums = block_sums(p, shared, task);
+    const common_of by = {
+        .weight = row_read_shifted(&p->rows, ORCH_NORM_BACKWARD_WEIGHT, columns,
+                                   (real)p->weight_offset, buffer + 6 * columns),
         .dweight = dweight ? sums : NULL,
         .dbias = dbias ? sums + orch_norm_sum_width(p) : NULL,
+        .dsum = orch_norm_has(p, ORCH_NORM_DSUM),
     };
     if (dweight || dbias) {
         memset(sums, 0, 2 * (size_t)orch_norm_sum_width(p) * sizeof *sums);
     }
-    for (int64_t row = task * block; row < end; row += group) {
-        const int count = (int)orch_min(group, end - row);
-        row_of all[4];
-        for (int i = 0; i < count; i++) {
-            read_row(p, row + i, s.weight, buffer + 3 * i * columns, &all[i]);
-        }
-        columns_of(all, count, &s, columns);
-        for (int i = 0; i < count; i++) {
-            row_written(rows, ORCH_NORM_DX, row + i, 0, columns, all[i].dx);
-        }
-    }
+#define CALL(dtype)                                                \
+    (p->centred ? backward_rows(p, task, &by, buffer, dtype, true) \
+                : backward_rows(p, task, &by, buffer, dtype, false))
+    ROWS_FOR_DTYPE(rows_dtype(&p->rows, p->dtype, dense, 4), CALL)
+#undef CALL
 }
 
 /* Columns [from, from + count) of all blocks' sums; `which` is 0 for dweight, 1 for dbias. */

@@ -53,7 +53,7 @@ static void forward_row(const orch_norm *p, int64_t row)
     const orch_rows *rows = &p->rows;
     const int32_t values = orch_norm_values(p);
     total squares = {0, 0};
-    double mean = 0;
+    double mean = 0, beyond = 0;
     for (int64_t c = 0; c < rows->columns && values != ORCH_NORM_X; c++) {
         const double x = orch_rows_load(rows, ORCH_NORM_X, row, c);
         const bool more = orch_norm_has(p, ORCH_NORM_RESIDUAL);
@@ -62,21 +62,21 @@ static void forward_row(const orch_norm *p, int64_t row)
     }
     if (p->centred) {
         mean = mean_beyond(p, values, row, 0);
-        mean += mean_beyond(p, values, row, mean);
+        beyond = mean_beyond(p, values, row, mean);
     }
     for (int64_t c = 0; c < rows->columns; c++) {
-        const double d = orch_rows_load(rows, values, row, c) - mean;
+        const double d = orch_rows_load(rows, values, row, c) - mean - beyond;
         add(&squares, d * d);
     }
     const double rstd = 1 / sqrt(total_of(&squares) / (double)rows->columns + p->eps);
     for (int64_t c = 0; c < rows->columns; c++) {
-        const double n = (orch_rows_load(rows, values, row, c) - mean) * rstd;
+        const double n = (orch_rows_load(rows, values, row, c) - mean - beyond) * rstd;
         const double bias =
             orch_norm_has(p, ORCH_NORM_BIAS) ? orch_rows_load(rows, ORCH_NORM_BIAS, 0, c) : 0;
         orch_rows_store(rows, ORCH_NORM_OUT, row, c, n * weight_at(p, ORCH_NORM_WEIGHT, c) + bias);
     }
     if (orch_norm_has(p, ORCH_NORM_MEAN)) {
-        orch_rows_store(rows, ORCH_NORM_MEAN, row, 0, mean);
+        orch_rows_store(rows, ORCH_NORM_MEAN, row, 0, mean + beyond);
     }
     if (orch_norm_has(p, ORCH_NORM_RSTD)) {
         orch_rows_store(rows, ORCH_NORM_RSTD, row, 0, rstd);

@@ -29,21 +29,6 @@ ORCH_INLINE void v_store_part(real *p, v_real a, int64_t n)
     }
 }
 
-/* The vector of columns c ... of a row, whose end may lie within. */
-ORCH_INLINE v_real row_vector(const real *row, int64_t c, int64_t columns, real fill)
-{
-    return columns - c < VW ? v_load_part(row + c, columns - c, fill) : v_load(row + c);
-}
-
-ORCH_INLINE void row_set_vector(real *row, int64_t c, int64_t columns, v_real a)
-{
-    if (columns - c < VW) {
-        v_store_part(row + c, a, columns - c);
-    } else {
-        v_store(row + c, a);
-    }
-}
-
 /* Whether rows of the operand are dense reals already. */
 ORCH_INLINE bool row_is_direct(const orch_rows *rows, int32_t operand)
 {
@@ -120,7 +105,7 @@ static inline void row_written(const orch_rows *rows, int32_t operand, int64_t r
     }
 }
 
-/* ---- Elementwise: ROW_STEP columns at a time, in registers ------------------------------------ */
+/* ---- Elementwise: ROW_STEP columns at a time, in registers ----------------------------------- */
 
 typedef struct row_view {
     const orch_rows *rows;
@@ -139,67 +124,86 @@ static inline row_view row_view_of(const orch_rows *rows, int32_t operand, int64
                       of->dtype, dense};
 }
 
-/* Columns [c, c + n) of the row, n <= ROW_STEP; the other lanes are 0. */
-ORCH_INLINE void row_load(const row_view *row, int64_t c, int64_t n, v_real x[4])
+/* Fewer columns than ROW_STEP, or such that are apart; the other lanes become 0. */
+static __attribute__((noinline)) void row_load_lanes(const row_view *row, int64_t c, int64_t n,
+                                                     real lanes[ROW_STEP])
 {
-    if (row->dense && n == ROW_STEP) {
-        const char *from = row->at + c * row->size;
-#define CALL(type, bytes)                                  \
-    for (int i = 0; i < 4; i++) {                          \
-        x[i] = load_vector(from + i * VW * (bytes), type); \
-    }
-        PACK_FOR_DTYPE(row->dtype, CALL)
-#undef CALL
-        return;
-    }
-    real lanes[ROW_STEP] = {0};
+    memset(lanes, 0, ROW_STEP * sizeof *lanes);
     if (row->dense) {
         copy_rows(lanes, n, row->at + c * row->size, row->dtype, 0, 1, 1, n);
-    } else {
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t column = orch_rows_column(row->rows, row->operand, c + i);
-            lanes[i] = load_real(row->at + column * row->size, row->dtype);
-        }
+        return;
     }
-    for (int i = 0; i < 4; i++) {
-        x[i] = v_load(lanes + i * VW);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t column = orch_rows_column(row->rows, row->operand, c + i);
+        lanes[i] = load_real(row->at + column * row->size, row->dtype);
     }
 }
 
-/* The opposite; NaNs become canonical. */
-ORCH_INLINE void row_store(const row_view *row, int64_t c, int64_t n, const v_real x[4])
+static __attribute__((noinline)) void row_store_lanes(const row_view *row, int64_t c, int64_t n,
+                                                      const real lanes[ROW_STEP])
 {
-    real lanes[ROW_STEP];
-    const bool whole = row->dense && n == ROW_STEP;
-    for (int i = 0; i < 4; i++) {
-        const v_real a = v_canonical(x[i]);
-        char *to = row->at + (c + i * VW) * row->size;
-        if (whole && row->size == sizeof(real)) {
-            v_store((real *)to, a);
-            continue;
-        }
-#if defined(ORCH_REAL_F32)
-        if (whole && row->dtype == ORCHARD_F16) {
-            v_store_f16((uint16_t *)to, a);
-            continue;
-        }
-        if (whole) {
-            v_store_bf16((uint16_t *)to, a);
-            continue;
-        }
-#endif
-        v_store(lanes + i * VW, a);
-    }
-    if (row->dense && !whole) {
+    if (row->dense) {
         store_row(row->at + c * row->size, row->dtype, 1, lanes, n);
+        return;
     }
-    for (int64_t i = 0; i < n && !row->dense; i++) {
+    for (int64_t i = 0; i < n; i++) {
         const int64_t column = orch_rows_column(row->rows, row->operand, c + i);
         store_row(row->at + column * row->size, row->dtype, 1, lanes + i, 1);
     }
 }
 
-/* ---- Numbers and sums ------------------------------------------------------------------------- */
+/* Columns [c, c + n) of the row, n <= ROW_STEP; the other lanes are 0. */
+ORCH_INLINE void row_load(const row_view *row, int64_t c, int64_t n, v_real x[4])
+{
+    if (!row->dense || n < ROW_STEP) {
+        real lanes[ROW_STEP];
+        row_load_lanes(row, c, n, lanes);
+        for (int i = 0; i < 4; i++) {
+            x[i] = v_load(lanes + i * VW);
+        }
+        return;
+    }
+    const char *from = row->at + c * row->size;
+#define CALL(type, bytes)                                  \
+    for (int i = 0; i < 4; i++) {                          \
+        x[i] = load_vector(from + i * VW * (bytes), type); \
+    }
+    PACK_FOR_DTYPE(row->dtype, CALL)
+#undef CALL
+}
+
+/* The opposite; NaNs become canonical. */
+ORCH_INLINE void row_store(const row_view *row, int64_t c, int64_t n, const v_real x[4])
+{
+    char *to = row->at + c * row->size;
+    if (!row->dense || n < ROW_STEP) {
+        real lanes[ROW_STEP];
+        for (int i = 0; i < 4; i++) {
+            v_store(lanes + i * VW, x[i]);
+        }
+        row_store_lanes(row, c, n, lanes);
+        return;
+    }
+#if defined(ORCH_REAL_F32)
+    if (row->dtype == ORCHARD_F16) {
+        for (int i = 0; i < 4; i++) {
+            v_store_f16((uint16_t *)to + i * VW, v_canonical(x[i]));
+        }
+        return;
+    }
+    if (row->dtype == ORCHARD_BF16) {
+        for (int i = 0; i < 4; i++) {
+            v_store_bf16((uint16_t *)to + i * VW, v_canonical(x[i]));
+        }
+        return;
+    }
+#endif
+    for (int i = 0; i < 4; i++) {
+        v_store((real *)to + i * VW, v_canonical(x[i]));
+    }
+}
+
+/* ---- Numbers and sums ------------------------------------------------------------------------ */
 
 /* The one number of an operand without columns. */
 ORCH_INLINE real row_number(const orch_rows *rows, int32_t operand, int64_t row)
@@ -210,6 +214,102 @@ ORCH_INLINE real row_number(const orch_rows *rows, int32_t operand, int64_t row)
 ORCH_INLINE void row_set_number(const orch_rows *rows, int32_t operand, int64_t row, real value)
 {
     store_row(row_address(rows, operand, row), rows->of[operand].dtype, 1, &value, 1);
+}
+
+/* ---- Rows as they lie ------------------------------------------------------------------------ */
+
+/* Kernels whose operands all have dense rows of one dtype read and write these in place, converting
+ * as they go; the others work on rows of reals (row_read). The dtype is decided once for a task:
+ * ROWS_FOR_DTYPE(dtype, CALL) calls CALL with a constant. */
+#if defined(ORCH_REAL_F32)
+#define REAL_DTYPE ORCHARD_F32
+#define ROWS_FOR_DTYPE(dtype, CALL) \
+    switch (dtype) {                \
+    case ORCHARD_F16:               \
+        CALL(ORCHARD_F16);          \
+        break;                      \
+    case ORCHARD_BF16:              \
+        CALL(ORCHARD_BF16);         \
+        break;                      \
+    default:                        \
+        CALL(ORCHARD_F32);          \
+        break;                      \
+    }
+#else
+#define REAL_DTYPE ORCHARD_F64
+#define ROWS_FOR_DTYPE(dtype, CALL) \
+    {                               \
+        (void)(dtype);              \
+        CALL(ORCHARD_F64);          \
+    }
+#endif
+
+/* What ROWS_FOR_DTYPE takes: `dtype` where all present ones of these operands have dense rows of
+ * it, otherwise REAL_DTYPE. */
+static inline orchard_dtype rows_dtype(const orch_rows *rows, orchard_dtype dtype,
+                                       const int32_t *operands, int32_t count)
+{
+    for (int32_t i = 0; i < count; i++) {
+        const orch_rows_operand *of = &rows->of[operands[i]];
+        const bool dense = rows->column_dims <= 1 && (of->column[0] == 1 || rows->columns <= 1);
+        if (of->present && (of->dtype != dtype || !dense)) {
+            return REAL_DTYPE;
+        }
+    }
+    return dtype;
+}
+
+/* A whole row, or reals in `buffer`. */
+ORCH_INLINE const char *row_source(const orch_rows *rows, int32_t operand, int64_t row,
+                                   orchard_dtype dtype, real *buffer)
+{
+    return dtype == REAL_DTYPE
+               ? (const char *)row_read(rows, operand, row, 0, rows->columns, buffer)
+               : row_address(rows, operand, row);
+}
+
+/* Where to write it; row_sent brings it home from `buffer`. */
+ORCH_INLINE char *row_sink(const orch_rows *rows, int32_t operand, int64_t row, orchard_dtype dtype,
+                           real *buffer)
+{
+    return dtype == REAL_DTYPE ? (char *)row_target(rows, operand, row, 0, buffer)
+                               : row_address(rows, operand, row);
+}
+
+ORCH_INLINE void row_sent(const orch_rows *rows, int32_t operand, int64_t row, orchard_dtype dtype,
+                          const char *values)
+{
+    if (dtype == REAL_DTYPE) {
+        row_written(rows, operand, row, 0, rows->columns, (const real *)values);
+    }
+}
+
+/* The vector of columns c ... of a row that ends before column `end`; beyond it `fill`. */
+ORCH_INLINE v_real dense_load(const char *row, orchard_dtype dtype, int64_t c, int64_t end,
+                              real fill)
+{
+    const int64_t size = dtype == ORCHARD_F64 ? 8 : dtype == ORCHARD_F32 ? 4 : 2;
+    if (end - c >= VW) {
+        return load_vector(row + c * size, dtype);
+    }
+    real lanes[VW];
+    for (int i = 0; i < VW; i++) {
+        lanes[i] = i < end - c ? load_real(row + (c + i) * size, dtype) : fill;
+    }
+    return v_load(lanes);
+}
+
+/* NaNs become canonical. */
+ORCH_INLINE void dense_store(char *row, orchard_dtype dtype, int64_t c, int64_t end, v_real a)
+{
+    const int64_t size = dtype == ORCHARD_F64 ? 8 : dtype == ORCHARD_F32 ? 4 : 2;
+    if (end - c >= VW) {
+        store_vector(row + c * size, dtype, v_canonical(a));
+        return;
+    }
+    real lanes[VW];
+    v_store(lanes, a);
+    store_row(row + c * size, dtype, 1, lanes, end - c);
 }
 
 /* Four vectors of partial sums, added up. */

@@ -1,5 +1,6 @@
-/* The own functions of src/simd in numbers: exp2, tanh and log against the C library in long
- * double, Philox in lanes against one counter at a time, 16-bit elements against core/convert.h.
+/* The own functions of src/simd in numbers: exp2, exp, tanh, the normal distribution and log
+ * against the C library in long double, Philox in lanes against one counter at a time, 16-bit
+ * elements against core/convert.h.
  *
  * Compiled for NEON where that is always there, else for plain C: that all instruction sets give
  * the same bits is attention_test's to show. simd_f64_test.c compiles this file for fp64. */
@@ -29,6 +30,10 @@
 /* As docs/numerics.md states them. */
 #define EXP2_ULPS 1.3
 #define TANH_ULPS 2.0
+#define EXP_ULPS 1.4
+/* Of the normal distribution: at 0, and more for each unit of x^2 / 2. */
+#define NORMAL_ULPS 4.0
+#define NORMAL_TAIL_ULPS 3.0
 
 enum { GRID = 1 << 20 };
 
@@ -154,6 +159,73 @@ static void check_tanh(void)
     CHECK(at(tanh_any, R(1e-30)) == R(1e-30));
 }
 
+static v_real exp_low(v_real x)
+{
+    v_exp_low_all(&x, 1);
+    return x;
+}
+
+static v_real exp_any(v_real x)
+{
+    v_exp_all(&x, 1);
+    return x;
+}
+
+static void check_exp(void)
+{
+    const double lowest = (EXP2_LOWEST + 1) * LN2;
+    check_ulps("exp_low", exp_low, expl, lowest, 0.3, EXP_ULPS);
+    check_ulps("exp", exp_any, expl, lowest, (EXP2_HIGHEST - 0.6) * LN2, EXP_ULPS);
+    CHECK(at(exp_low, 0) == 1);
+    CHECK(at(exp_low, R(-1e30)) == 0);
+    CHECK(at(exp_low, R(-INFINITY)) == 0);
+    CHECK(at(exp_any, R(-INFINITY)) == 0);
+    CHECK(at(exp_any, R(1e30)) == R(INFINITY));
+    CHECK(at(exp_any, R(INFINITY)) == R(INFINITY));
+    real lanes[VW];
+    v_store(lanes, exp_any(v_set1(R(NAN))));
+    CHECK(isnan(lanes[0]) && isnan(lanes[VW - 1]));
+}
+
+static v_real normal_tail(v_real t)
+{
+    v_real bell;
+    v_normal_tail_all(&t, &bell, 1);
+    return t;
+}
+
+static v_real normal_bell(v_real t)
+{
+    v_real bell;
+    v_normal_tail_all(&t, &bell, 1);
+    return bell;
+}
+
+static long double tail_truth(long double t)
+{
+    return erfcl(t / sqrtl(2)) / 2;
+}
+
+static long double bell_truth(long double t)
+{
+    return expl(-t * t / 2);
+}
+
+static void check_normal(void)
+{
+    const double ends[] = {0, 1e-3, 0.5, 1, 2, 4, 8, 12.5};
+    for (int n = 0; n < 7; n++) {
+        const double bound = NORMAL_ULPS + NORMAL_TAIL_ULPS * ends[n + 1] * ends[n + 1] / 2;
+        check_ulps("normal tail", normal_tail, tail_truth, ends[n], ends[n + 1], bound);
+        check_ulps("bell", normal_bell, bell_truth, ends[n], ends[n + 1], bound);
+    }
+    real lanes[VW];
+    v_store(lanes, normal_tail(v_set1(R(NAN))));
+    CHECK(isnan(lanes[0]) && isnan(lanes[VW - 1]));
+    CHECK(at(normal_tail, 0) == R(0.5));
+    CHECK(at(normal_tail, 64) == 0 && at(normal_tail, R(1e10)) == 0);
+}
+
 /* log is computed in double in either build. */
 static void check_log(void)
 {
@@ -276,6 +348,8 @@ int main(void)
 {
     check_exp2();
     check_tanh();
+    check_exp();
+    check_normal();
     check_log();
     check_philox();
 #if defined(ORCH_REAL_F32)

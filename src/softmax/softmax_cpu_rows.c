@@ -8,24 +8,6 @@
 void ORCH_K(softmax_forward)(const void *problem, int64_t task, char *shared, char *worker);
 void ORCH_K(softmax_backward)(const void *problem, int64_t task, char *shared, char *worker);
 
-/* e^x for x <= 0: the product's rounding is added back, or small weights were off by |x| ulp. */
-ORCH_INLINE void v_exp_low_all(v_real *x, int count)
-{
-    const real log2e_rest = R(sizeof(real) == 8 ? LOG2E_REST : LOG2E - (double)R(LOG2E));
-    v_real rest[4];
-    for (int i = 0; i < count; i++) {
-        const v_real low = v_max(v_set1(-R(REAL_MAX) / 4), x[i]);
-        x[i] = v_mul(low, v_set1(R(LOG2E)));
-        rest[i] = v_fma(low, v_set1(R(LOG2E)), v_sub(v_zero(), x[i]));
-        rest[i] = v_fma(low, v_set1(log2e_rest), rest[i]);
-    }
-    v_exp2_low_all(x, count);
-    for (int i = 0; i < count; i++) {
-        const v_real more = v_mul(rest[i], v_set1(R(LN2)));
-        x[i] = v_fma(x[i], v_min(v_set1(1), more), x[i]);
-    }
-}
-
 /* ---- Forward --------------------------------------------------------------------------------- */
 
 /* Scores of a row: x itself where there is nothing to do. */

@@ -172,12 +172,13 @@ struct planted_run {
 #define SQUARE "float a = 1.0f + x[1] * 0x1p-12f, c = -1.0f - 0x1p-11f * x[1];\n"
 #define PRODUCT_AND_SUM SQUARE "x[i] = a * a + c == 0.0f ? x[i] : NAN;"
 #define PRODUCT_THEN_SUM SQUARE "float p = a * a;\nfloat s = p + c;\nx[i] = s == 0.0f ? x[i] : NAN;"
-#define EQUAL_SUMS /* each element of the product is the same sum */                                      \
-    "float c = float((lane >> 1 & 4) + (lane << 1 & 2)), r = float((lane >> 2 & 4) + (lane >> 1 & 3));\n" \
-    "simdgroup_float8x8 a, b, p;\n"                                                                       \
-    "a.thread_elements()[0] = 1.0f / (c + 1.3f); a.thread_elements()[1] = 1.0f / (c + 2.3f);\n"           \
-    "b.thread_elements()[0] = b.thread_elements()[1] = -0.3f + r * r / 7.0f;\n"                           \
-    "simdgroup_multiply(p, a, b); float first = simd_broadcast(p.thread_elements()[0], 0);\n"             \
+#define EQUAL_SUMS /* each element of the product is the same sum */                            \
+    "float c = float((lane >> 1 & 4) + (lane << 1 & 2));\n"                                     \
+    "float r = float((lane >> 2 & 4) + (lane >> 1 & 3));\n"                                     \
+    "simdgroup_float8x8 a, b, p;\n"                                                             \
+    "a.thread_elements()[0] = 1.0f / (c + 1.3f); a.thread_elements()[1] = 1.0f / (c + 2.3f);\n" \
+    "b.thread_elements()[0] = b.thread_elements()[1] = -0.3f + r * r / 7.0f;\n"                 \
+    "simdgroup_multiply(p, a, b); float first = simd_broadcast(p.thread_elements()[0], 0);\n"   \
     "x[i] = p.thread_elements()[0] == first && p.thread_elements()[1] == first ? x[i] : NAN;"
 
 static const struct planted_run planted_runs[] = {
@@ -213,7 +214,7 @@ static const struct planted_run planted_runs[] = {
      "s p; p.a = 1.0f;\nx[i] = p.a + p.b;", "", 1, "wrong: x[0] is nan"},
     {"index behind a private array", "",
      "float a[4]; for (uint n = 0; n < 4; n++) a[n] = 1.0f;\nx[i] = a[i];", "", 1,
-     "index 4 outside of an array of type '__private float[4]', kernel k line 9: thread 4 of group 0"},
+     "index 4 outside of an array of type '__private float[4]', kernel k line 9: thread 4"},
     {"index behind an array in a struct", "struct s { float a[2], b; };",
      "s p; p.a[i] = 1.0f;\nx[i] = p.a[0];", "", 1, "index 2 outside of an array"},
     {"pointer behind a private array",

@@ -165,7 +165,7 @@ void standin_buffer_set_label(id self, SEL command, id label)
 
 /* ---- Faults of kernels ----------------------------------------------------------------------- */
 
-/* Access; alignment, on some processors; traps of bounds that are checked, of x86-64 and of arm64. */
+/* Access; alignment, on some processors; traps of bounds, on x86-64 and on arm64. */
 static const int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
 enum { SIGNALS = sizeof signals / sizeof *signals };
 static struct sigaction before[SIGNALS];
@@ -209,12 +209,13 @@ static void check_traps(int signal, const siginfo_t *info, const struct simt_pla
     const char *kernel = place->launch->program->name;
     if (signal == SIGILL || signal == SIGTRAP) {
         standin_stop(
-            "access outside of an array that the kernel declares, kernel %s: thread %d of group %u (last "
-            "barrier: line %d)",
+            "access outside of an array that the kernel declares, kernel %s: thread %d of group %u "
+            "(last barrier: line %d)",
             kernel, place->thread, place->group, place->barrier_line);
     }
     /* x86-64 tells no address of a vector that is not aligned. */
-    if (signal == SIGBUS || (info->si_code == SI_KERNEL && !info->si_addr)) {
+    if ((signal == SIGBUS && info->si_code == BUS_ADRALN) ||
+        (signal == SIGSEGV && info->si_code == SI_KERNEL && !info->si_addr)) {
         standin_stop("a vector that is not aligned as its type must be, kernel %s: thread %d of "
                      "group %u (last barrier: line %d); METAL_STANDIN_RACES=1 tells more",
                      kernel, place->thread, place->group, place->barrier_line);

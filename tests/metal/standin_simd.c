@@ -32,8 +32,8 @@ static uint32_t reduce_integer(const uint32_t *slots, int lanes, uint32_t how, b
 
 typedef float quad __attribute__((vector_size(16)));
 
-/* METAL_STANDIN_PRODUCTS=1: the order of a sum depends on its place in the matrix, so that Q K^T and
- * K Q^T round differently, as Apple's documents leave open. */
+/* METAL_STANDIN_PRODUCTS=1: the order of a sum depends on its place in the matrix, so that Q K^T
+ * and K Q^T round differently, as Apple's documents leave open. */
 static void multiply_otherwise(float m[3][64])
 {
     for (int i = 0; i < 8; i++) {

@@ -280,8 +280,9 @@ const uint32_t *simt_exchange(uint32_t bits, uint32_t reduction, int line, int c
     return slots;
 }
 
-/* Metal wants the same number from all lanes, but in simd_shuffle, and says nothing of lanes that do
- * not exist: of those up to 31 the bits are ones. Down and up keep what would come from outside. */
+/* Metal wants the same number from all lanes, but in simd_shuffle, and says nothing of lanes that
+ * do not exist: of those up to 31 the bits are ones. Down and up keep what would come from
+ * outside. */
 uint32_t simt_shuffle(uint32_t bits, uint32_t code, uint32_t by, int line, int column)
 {
     static const char *const names[] = {"simd_shuffle", "simd_broadcast", "simd_shuffle_xor",
@@ -482,8 +483,8 @@ static void begin_group(struct worker *w, size_t linear)
     }
 }
 
-/* METAL_STANDIN_FLUSH=1: denormals count as zeros, which Metal leaves to the GPU. Returns how it was
- * before. */
+/* METAL_STANDIN_FLUSH=1: denormals count as zeros, which Metal leaves to the GPU. Returns how it
+ * was before. */
 static uint64_t set_flushing(bool on, uint64_t before)
 {
 #if defined(__x86_64__)

@@ -39,6 +39,8 @@ def _like(made, x):
 
 
 def _gelu(x, approximate):
+    if approximate not in ("none", "tanh"):
+        return Refusal("an approximation that torch refuses")
     if approximate == "tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * x ** 3)
         return _like(0.5 * x * (1 + torch.tanh(inner)), x)
@@ -70,9 +72,15 @@ def _silu_backward(dout, x):
     return _like(dout * s * (1 + x * (1 - s)), x)
 
 
+def _misfit(x, shape, *weights):
+    """Whether torch refuses it, or it has no elements."""
+    return not x.numel() or not shape or tuple(x.shape[-len(shape):]) != tuple(shape) or any(
+        w is not None and (w.dtype != x.dtype or tuple(w.shape) != tuple(shape)) for w in weights)
+
+
 def _layer_norm(x, shape, weight, bias, eps):
-    if weight is not None and weight.dtype != x.dtype:
-        return Refusal("a weight of another dtype")
+    if _misfit(x, shape, weight, bias):
+        return Refusal("shapes or dtypes that do not fit")
     dims = tuple(range(x.dim() - len(shape), x.dim()))
     x = x.contiguous()
     mean = x.mean(dims, keepdim=True)
@@ -83,6 +91,8 @@ def _layer_norm(x, shape, weight, bias, eps):
 
 
 def _layer_norm_backward(dout, x, shape, mean, rstd, weight, bias, wanted):
+    if _misfit(x, shape, weight, bias):
+        return Refusal("shapes or dtypes that do not fit")
     dims = tuple(range(x.dim() - len(shape), x.dim()))
     rows = tuple(range(x.dim() - len(shape)))
     normal = (x - mean) * rstd
@@ -99,8 +109,8 @@ def _layer_norm_backward(dout, x, shape, mean, rstd, weight, bias, wanted):
 
 def _rms_norm(x, shape, weight, eps):
     """Above autograd: its derivative is what autograd makes of it."""
-    if weight is not None and weight.dtype != x.dtype:
-        return Refusal("a weight of another dtype")
+    if _misfit(x, shape, weight):
+        return Refusal("shapes or dtypes that do not fit")
     eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps \
         if eps is None else eps
     dims = tuple(range(x.dim() - len(shape), x.dim()))

@@ -213,7 +213,7 @@ def test_a_patch_made_before_outlives_one_that_puts_the_switch_back():
 def test_calls_that_raise_were_not_served(monkeypatch):
     def refuse(*args, **kwargs):
         raise UnsupportedError("attention: ORCHARD_BACKEND=metal, which is not here")
-    monkeypatch.setattr(switch._attention._orchard_torch, "scaled_dot_product_attention", refuse)
+    monkeypatch.setattr(switch._sdpa._orchard_torch, "scaled_dot_product_attention", refuse)
     with switch.enable(), pytest.raises(UnsupportedError):
         F.scaled_dot_product_attention(*qkv(1, 1, 5, 4))
     assert switch.counts() == {}
@@ -275,7 +275,7 @@ def test_reloaded_while_on():
             "from torch.nn.attention.bias import causal_lower_right\n"
             "q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)\n"
             "switch.enable(); importlib.reload(switch)\n"
-            "assert F.scaled_dot_product_attention is switch._attention.BUILTIN\n"
+            "assert F.scaled_dot_product_attention is switch._sdpa.BUILTIN\n"
             "assert torch.backends.mha.get_fastpath_enabled()\n"
             "expected = F.scaled_dot_product_attention(q, k, k, causal_lower_right(4, 6))\n"
             "with switch.enable():\n"

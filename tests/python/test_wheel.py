@@ -267,15 +267,14 @@ def test_doctor_through_python():
 
 def test_explain_and_bench_through_python():
     """Options, output and exit status are those of the command."""
-    told = orchard("explain", "attention", "--heads", "1", "--queries", "64", "--backward",
-                   "--backend", "ref").stdout
-    assert told.startswith("attention_backward: q [1,1,64,64]") and "runs on   ref" in told
-    words = ("bench", "attention", "--case", "b4_n64_causal", "--seconds", "0.01", "--threads", "1")
+    told = orchard("explain", "softmax_backward", "x=3x37", "--backend", "ref").stdout
+    assert told.startswith("softmax_backward x=3x37, f32") and "runs on   ref" in told
+    words = ("bench", "softmax_forward", "x=64x64", "softmax_backward", "x=64x64", "--seconds", "0.01", "--threads", "1")
     rows = json.loads(orchard(*words, "--json", "-").stdout)
-    assert [(row["case"], row["direction"], row["threads"]) for row in rows] == [
-        ("b4_n64_causal", "forward", 1), ("b4_n64_causal", "backward", 1)]
-    assert all(row["ms"] > 0 and row["gflops"] > 0 for row in rows)
-    assert "there is no case" in orchard("bench", "attention", "--case", "none", status=2).stderr
+    assert [(row["op"], row["call"], row["threads"]) for row in rows] == [
+        ("softmax_forward", "x=64x64", 1), ("softmax_backward", "x=64x64", 1)]
+    assert all(row["ms"] > 0 and row["gbytes"] > 0 for row in rows)
+    assert "no operand or option" in orchard("bench", "softmax_forward", "y=3", status=1).stderr
     assert "no-such" in orchard("explain", "no-such", status=2).stderr
 
 

@@ -3,7 +3,7 @@
     with orchard.enable():
         train(model)            # or: orchard.enable() ... orchard.disable()
 
-While the switch is on, for all threads, attention.py replaces F.scaled_dot_product_attention, and
+While the switch is on, for all threads, sdpa.py replaces F.scaled_dot_product_attention, and
 kernels.py stands before the operations of aten that Orchard's rooms compute. What Orchard refuses
 goes to torch, and `orchard.counts()` says how many calls, by reason.
 """
@@ -14,7 +14,7 @@ from typing import Dict, List, Optional, Set
 
 from .._library import UnsupportedError
 from .._locks import ProcessLock
-from . import attention as _attention  # first: it says so where torch is absent or too old
+from . import sdpa as _sdpa  # first: it says so where torch is absent or too old
 from . import kernels as _kernels
 from .counting import SERVED, counts
 
@@ -64,7 +64,7 @@ def _settle() -> None:
                         default=_kernels.OFF) for name in ("attention", *_kernels.GROUPS)}
     wanted = bool(levels.pop("attention"))
     _kernels.settle(levels)
-    _attention.settle(wanted, any(one.imported_names and one.wanted["attention"]
+    _sdpa.settle(wanted, any(one.imported_names and one.wanted["attention"]
                                   for one in _handles))
 
 
@@ -115,7 +115,7 @@ def active() -> List[str]:
     """What is replaced at the moment, as dotted names; empty while the switch is off."""
     with _lock.here():
         attention = any(one.wanted["attention"] for one in _handles)
-        return (_attention.active() if attention else []) + _kernels.active()
+        return (_sdpa.active() if attention else []) + _kernels.active()
 
 
 # ---- metalcore's names ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ goes on to whatever torch has for the device: nothing of torch's is overridden.
 
 A kernel is registered once, by the first enable() that wants its group, and stays: torch does not
 guard its table of kernels against threads that are inside a call. From then on a number in it says
-whether it does anything; it costs 2 us a call while it does nothing.
+whether it does anything; it costs 2 to 3 us a call while it does nothing.
 
 An operation that torch composes of others, and differentiates through them, has no kernel to stand
 before: its room's function runs above autograd and brings its own derivative.

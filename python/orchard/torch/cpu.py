@@ -19,7 +19,7 @@ from .. import _library
 from .._library import (ERRORS, ArgumentError, DtypeError, InternalError, LayoutError, OrchardError,
                         ShapeError, lib)
 from . import threads
-from .signature import DENSE, Layout, Signature
+from .signature import ABSENT, DENSE, Layout, Signature
 from .tensors import Arguments, address_of
 
 
@@ -69,9 +69,10 @@ def _row(name: str, signature: Signature) -> _Row:
             to.kind, to.offset = of.option.kind, of.option.offset
             if of.option.flag:
                 to.flag = operation.options[of.option.flag].offset
-    outputs = (_Output * len(signature.outputs))()
-    for to, output in zip(outputs, signature.outputs):
-        layout = signature.layouts.get(output.name, Layout(DENSE))
+    outputs = (_Output * len(operation.outputs))()
+    for to, output in zip(outputs, operation.outputs):
+        there = output.name in signature.places
+        layout = signature.layouts.get(output.name, Layout(DENSE if there else ABSENT))
         to.name, to.required, to.offset = output.name.encode(), not output.optional, output.offset
         to.layout = layout.kind
         if layout.like:

@@ -120,13 +120,15 @@ typedef struct row_argument {
     int64_t flag;     /* of the int32_t that says that the option counts; -1: none */
 } row_argument;
 
-enum { DENSE = 0, LIKE = 1, ROWS_LIKE = 2 };
+/* How an output lies: LIKE another tensor, or its rows in the order of that one's; ABSENT: torch's
+ * schema does not have it. */
+enum { DENSE = 0, LIKE = 1, ROWS_LIKE = 2, ABSENT = 3 };
 
 /* One output. */
 typedef struct row_output {
     const char *name;
     int32_t required; /* it is made whether wanted or not */
-    int32_t layout;   /* DENSE; LIKE another tensor; rows in the order of that one's */
+    int32_t layout;
     int64_t offset;
     int64_t like; /* of that tensor */
 } row_output;
@@ -548,6 +550,10 @@ static void make_outputs(call_state *j, const row *r, char *args)
         const row_output *output = &r->outputs[i];
         orchard_tensor *to = (orchard_tensor *)(void *)(args + output->offset);
         const orchard_tensor *like = (orchard_tensor *)(void *)(args + output->like);
+        if (output->layout == ABSENT) {
+            *to = (orchard_tensor){.data = NULL};
+            continue;
+        }
         if (!to->dtype || !(output->required || (j->wanted >> i & 1))) {
             orchard_tensor none = {.dtype = first->dtype, .rank = 1, .stride = {1}};
             *to = (orchard_tensor){.data = NULL};

@@ -31,7 +31,7 @@ from .._structs import MAX_RANK
 from . import cpu, mps, tracing
 from .checks import check_tensor
 from .signature import F32_BIT, Operands, Options, Signature
-from .transforms import grads_batched, no_autocast, one_by_one, pull, refuse_tangents
+from .transforms import grads_batched, no_autocast, one_by_one, pull, refuse_tangents, with_autograd
 
 Maybe = Optional[Tensor]
 Formula = Callable[..., Sequence[Maybe]]
@@ -119,9 +119,10 @@ class _Call:
         except mps.Refused as refused:
             if mps.strict():
                 raise mps.Refused(self.name, refused.reason, mps.STRICT) from None
-            for fresh, x in zip(made, self.by_formula(*args)):
-                if x is not None:
-                    fresh.copy_(x)
+            with torch.no_grad(), with_autograd():
+                for fresh, x in zip(made, self.by_formula(*args)):
+                    if x is not None:
+                        fresh.copy_(x)
             mps.launcher.ran(self.name, "pytorch", refused.reason)
         return _as_torch(made)
 
@@ -177,7 +178,9 @@ class Operation:
         self.autocast = [device for device in ("cpu", "mps") if autocast and
                          torch._C._dispatch_has_kernel_for_dispatch_key(
                              autocast, f"Autocast{device.upper()}")]
-        self._default = tuple(x for x in self.forward.signature.outputs if not x.optional)
+        self._default = [x.name for x in self.forward.signature.outputs if not x.optional]
+        self._known = self.forward.inputs + self.forward.outputs
+        self._always_at = [self._known.index(x) for x in self.saved if x not in operands]
         self.forward.define(name)
         self.op = getattr(torch.ops.orchard, name).default
         self.Forward, self.Backward = self._functions()
@@ -202,7 +205,7 @@ class Operation:
         """The outputs of these names, without any those that are always made. Operands and options
         by name; absent ones may be left out."""
         given = self._checked(given)
-        names = outputs or [x.name for x in self._default]
+        names = outputs or self._default
         made = self._run(self.forward.bits(names), given)
         return tuple(made[self.forward.outputs.index(name)] for name in names)
 
@@ -250,6 +253,13 @@ class Operation:
                 raise UnsupportedError(f"{self.name}: {name} requires a gradient, which Orchard "
                                        "does not compute; detach it")
 
+    def _saved_at(self, operands: Sequence[Maybe]) -> List[int]:
+        """Where backward's tensors are among forward's operands and outputs."""
+        if not self._operands:
+            return self._always_at
+        given = {x: of for x, of in zip(self.forward.inputs, operands)}
+        return [self._known.index(self._source(x, given)) for x in self.saved]
+
     def _source(self, name: str, given: Mapping[str, Any]) -> str:
         """Which operand of forward's is backward's `name`."""
         rule = self._operands.get(name)
@@ -286,8 +296,17 @@ class Operation:
 
     def _functions(self) -> Tuple[Type[torch.autograd.Function], Type[torch.autograd.Function]]:
         operation, forward, backward = self, self.forward, self.backward
-        names = [a.name for a in forward.signature.arguments]
         record = torch.autograd.Function.apply
+        first_option = 1 + len(forward.inputs)
+        with_cotangent = forward.bits(list(self.cotangents.values()))
+        # Of each operand of backward: the output whose cotangent it is, None for a saved tensor;
+        # of each of its options, and of each gradient: the place among forward's and its own.
+        sources = [(forward.outputs.index(self.cotangents[x.name]), not x.optional)
+                   if x.name in self.cotangents else (None, False)
+                   for x in backward.signature.operation.inputs]
+        options = [forward.options.index(x) for x in backward.options]
+        places = [backward.outputs.index(self.gradients[x]) if x in self.gradients else None
+                  for x in forward.inputs]
 
         class Forward(torch.autograd.Function):
             """The forward for autograd and torch.func."""
@@ -305,39 +324,36 @@ class Operation:
 
             @staticmethod
             def setup_context(ctx: Any, inputs: Sequence, output: Any) -> None:
-                outputs = dict(zip(forward.outputs, _as_tuple(output)))
-                given = {**dict(zip(names, inputs)), **outputs}
-                sources = [operation._source(x, dict(zip(names, inputs)))
-                           for x in operation.saved]
-                ctx.save_for_backward(*(given[x] for x in sources))
-                ctx.options = {x: given[x] for x in forward.options}
-                ctx.dtypes = {x: given[x].dtype for x in forward.inputs if given[x] is not None}
-                ctx.blank = {dx: (outputs[x].shape, outputs[x].dtype, outputs[x].device)
-                             for dx, x in operation.cotangents.items()}
+                made = _as_tuple(output)
+                operands = inputs[1:first_option]
+                known = (*operands, *made)
+                ctx.save_for_backward(*(known[i] for i in operation._saved_at(operands)))
+                ctx.options = inputs[first_option:]
+                ctx.dtypes = [None if x is None else x.dtype for x in operands]
+                ctx.blanks = [(x.shape, x.dtype, x.device) for x in made]
                 ctx.set_materialize_grads(False)
-                wanted = inputs[0] | forward.signature.required
-                silent = [x for i, (name, x) in enumerate(outputs.items())
-                          if name not in operation.cotangents.values() or not wanted >> i & 1]
-                ctx.mark_non_differentiable(*silent)
+                spoken = (inputs[0] | forward.signature.required) & with_cotangent
+                if spoken != (1 << len(made)) - 1:
+                    ctx.mark_non_differentiable(*(x for i, x in enumerate(made)
+                                                  if not spoken >> i & 1))
 
             @staticmethod
             def backward(ctx: Any, *cotangents: Maybe) -> Tuple[Maybe, ...]:
-                wanted = operation._wanted(ctx.needs_input_grad[1:], ctx.dtypes)
-                by_output = dict(zip(forward.outputs, cotangents))
-                given: Dict[str, Any] = {dx: by_output[x]
-                                         for dx, x in operation.cotangents.items()}
-                if not wanted or all(x is None for x in given.values()):
-                    return (None,) * len(names)
-                for dx, operand in backward.signature.operation.operands.items():
-                    if dx in given and given[dx] is None and not operand.optional:
-                        shape, dtype, device = ctx.blank[dx]
-                        given[dx] = torch.zeros(shape, dtype=dtype, device=device)
-                given.update(zip(operation.saved, ctx.saved_tensors), **ctx.options)
-                made = dict(zip(backward.outputs,
-                                operation._differentiate(*backward.args(wanted, given))))
-                return tuple(made[operation.gradients[name]]
-                             if needed and name in operation.gradients else None
-                             for name, needed in zip(names, ctx.needs_input_grad))
+                needed = ctx.needs_input_grad[1:first_option]
+                wanted = operation._wanted(needed, ctx.dtypes)
+                if not wanted or all(x is None for x in cotangents):
+                    return (None,) * len(ctx.needs_input_grad)
+                saved = iter(ctx.saved_tensors)
+                given: List[Any] = []
+                for output, required in sources:
+                    x = next(saved) if output is None else cotangents[output]
+                    if x is None and required:
+                        shape, dtype, device = ctx.blanks[output]
+                        x = torch.zeros(shape, dtype=dtype, device=device)
+                    given.append(x)
+                made = operation._differentiate(wanted, *given, *(ctx.options[i] for i in options))
+                return (None, *(made[places[i]] if need and places[i] is not None else None
+                                for i, need in enumerate(needed)), *(None for _ in ctx.options))
 
             @staticmethod
             def vmap(info: Any, in_dims: Sequence, *args: Any) -> Tuple:
@@ -383,16 +399,16 @@ class Operation:
 
         return Forward, Backward
 
-    def _wanted(self, needed: Sequence[bool], dtypes: Mapping[str, torch.dtype]) -> int:
+    def _wanted(self, needed: Sequence[bool], dtypes: Sequence[Optional[torch.dtype]]) -> int:
         """The bits of the gradients that these inputs need, in fp32 for those that are so beside a
         16-bit call."""
         wanted = 0
-        halves = dtypes[self.forward.signature.first] in HALVES
-        for name, need in zip(self.forward.inputs, needed):
+        halves = any(x in HALVES for x in dtypes)
+        for name, need, dtype in zip(self.forward.inputs, needed, dtypes):
             if need and name in self.gradients:
                 place = self.backward.outputs.index(self.gradients[name])
                 wanted |= 1 << place
-                rule = self.backward.signature.outputs[place].dtype
-                if halves and dtypes[name] == torch.float32 and rule.endswith("/f32"):
+                if halves and dtype == torch.float32 and (
+                        self.backward.signature.outputs[place].dtype.endswith("/f32")):
                     wanted |= 1 << F32_BIT + place
         return wanted

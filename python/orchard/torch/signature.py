@@ -18,13 +18,14 @@ import torch
 
 from .. import _structs
 from .._context import context
+from .._exports import check_storage
 from .._library import ArgumentError, DtypeError, OrchardError, ShapeError, check, lib
 from .._operations import Operand, Option, describe
 from .tensors import Arguments
 
 ALL = 0xFFFF      # of the bits of `wanted`
 F32_BIT = 16
-DENSE, LIKE, ROWS_LIKE = range(3)  # how outputs lie, as in kernel.c
+DENSE, LIKE, ROWS_LIKE, ABSENT = range(4)  # how outputs lie, as in kernel.c
 
 Operands = Dict[str, Optional[torch.Tensor]]
 Options = Dict[str, Any]
@@ -115,6 +116,7 @@ class Signature:
     def _seed(self, name: str, seed: torch.Tensor) -> int:
         if seed.dtype != torch.int64 or seed.dim():
             raise DtypeError(f"{self.op}: {name} must be one int64")
+        check_storage(self.op, name, seed)
         return int(seed)
 
     # ---- Outputs ---------------------------------------------------------------------------------

@@ -40,6 +40,18 @@ def pull(function: Callable[..., Tuple[torch.Tensor, ...]], at: Sequence[torch.T
                                    materialize_grads=True)
 
 
+def with_autograd() -> ContextManager:
+    """For formulas that differentiate inside a kernel: below torch's autograd nothing is recorded,
+    whatever the mode says."""
+    guard = getattr(torch._C, "_ForceDispatchKeyGuard", None)  # private
+    if guard is None:
+        return nullcontext()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradCPU", "AutogradMPS", "AutogradOther", "ADInplaceOrView"):
+        excluded = excluded - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return guard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
 def one_by_one(call: Callable, count: int, in_dims: Sequence, args: Sequence) -> Tuple:
     """vmap's rule for any call: its results stacked."""
     def sample(i: int) -> List:

@@ -22,7 +22,7 @@ from ..signature import Operands, Options
 from ..tracing import TRACED, compiling
 from ..transforms import no_autocast
 from . import explicit, mps_launch
-from .operands import TENSORS
+from .operands import FORWARD, TENSORS
 from .outputs import GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, new_gradients, new_outputs
 
 # What PyTorch's scaled_dot_product_attention has no word for.
@@ -49,8 +49,11 @@ def _meta(like: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
 
 def _outputs(inputs: Operands) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
     """out and lse without memory."""
-    return new_outputs(_meta(inputs["q"]), _meta(inputs["v"]),
+    made = new_outputs(_meta(inputs["q"]), _meta(inputs["v"]),
                        packed=inputs.get("cu_seqlens_q") is not None)
+    if made[0] is None:
+        FORWARD.complain_of_ranks(inputs)
+    return made
 
 
 def _refusal_of_backward(launcher: mps.Launcher, inputs: Operands, options: Mapping[str, Any],

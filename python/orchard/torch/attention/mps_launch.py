@@ -11,10 +11,9 @@ from typing import Any, List, Optional, Tuple
 import torch
 
 from .. import mps
-from ..signature import Operands, Options
+from ..signature import ALL, Operands, Options
 from .operands import FORWARD
-from .outputs import (GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, check_present, new_gradients,
-                      new_outputs)
+from .outputs import GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, check_present, new_gradients
 
 
 # Lengths, whose numbers the C library checks if it is given them.
@@ -78,10 +77,10 @@ def forward(q, k, v, *rest) -> Tensors2:
     """attention_forward; parameters as in the schema."""
     check_present("attention_forward", q=q, k=k, v=v)
     operands, options = named(q, k, v, *rest)
-    out, lse = new_outputs(q, v, packed=operands["cu_seqlens_q"] is not None)
-    mps.launcher.run("attention_forward", dict(operands, out=out, lse=lse), options)
+    made, outputs = FORWARD.new_outputs(operands, options, ALL)
+    mps.launcher.run("attention_forward", {**operands, **outputs}, options)
     _remember_lengths(operands, options)
-    return out, lse
+    return made
 
 
 def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:

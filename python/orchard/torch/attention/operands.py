@@ -39,7 +39,8 @@ RENAMED = {"bottom_right": "align"}
 
 class Forward(Signature):
     def __init__(self, arguments: str = ATTENTION) -> None:
-        super().__init__("attention_forward", arguments, RENAMED, {"out": Layout(ROWS_LIKE, "q")})
+        super().__init__("attention_forward", arguments, RENAMED, {"out": Layout(ROWS_LIKE, "q")},
+                         outputs=2)
 
     def make(self, first: torch.Tensor, operands: Operands, options: Options, wanted: int
              ) -> List[Optional[torch.Tensor]]:
@@ -47,9 +48,14 @@ class Forward(Signature):
         packed = operands.get("cu_seqlens_q") is not None
         made = outputs.new_outputs(q, v, packed)
         if made[0] is None:
-            self.complain(operands, options)
-            outputs.check_rank(self.op, packed, q=q, v=v)
+            self.complain_of_ranks(operands)
         return list(made)
+
+    def complain_of_ranks(self, operands: Operands) -> None:
+        """There are no outputs: the ranks of q and v are wrong."""
+        self.complain(operands, {})
+        packed = operands.get("cu_seqlens_q") is not None
+        outputs.check_rank(self.op, packed, q=operands["q"], v=operands["v"])
 
 
 class Backward(Signature):

@@ -44,7 +44,8 @@ def check_rank(op: str, packed: bool, **operands: torch.Tensor) -> None:
     """For those without a C library behind them that would say it."""
     for name, tensor in operands.items():
         if tensor.dim() != (3 if packed else 4):
-            raise ShapeError(f"{op}: {name} has rank {tensor.dim()}, must be {3 if packed else 4}")
+            raise ShapeError(f"{op}: {name} has rank {tensor.dim()}, must be "
+                             f"{'3 (packed [total,heads,size])' if packed else 4}")
 
 
 def new_outputs(q: torch.Tensor, v: torch.Tensor,

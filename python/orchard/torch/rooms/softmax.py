@@ -163,17 +163,20 @@ def _run_backward(log: bool) -> Callable[..., Union[Tensor, Refusal]]:
     return run
 
 
-def _faster(x: Tensor, *_: Any) -> Union[bool, str]:
+def _faster(x: Tensor, dim: int, *_: Any) -> Union[bool, str]:
+    """Measured on AVX2: bench/results.md."""
     if not x.is_cpu:
         return "not measured on this device"
-    return x.numel() >= 1 << 17 or "too small to gain"
+    if x.dtype != torch.float32 or dim not in (-1, x.dim() - 1) or not x.is_contiguous():
+        return "faster only in float32 along a dense last dimension"
+    return True
 
 
 REPLACES = [
     Replacement("aten::_softmax", "softmax", _run_forward(False), _faster),
-    Replacement("aten::_log_softmax", "softmax", _run_forward(True), _faster),
-    Replacement("aten::_softmax_backward_data", "softmax", _run_backward(False), _faster),
-    Replacement("aten::_log_softmax_backward_data", "softmax", _run_backward(True), _faster),
+    Replacement("aten::_log_softmax", "softmax", _run_forward(True)),
+    Replacement("aten::_softmax_backward_data", "softmax", _run_backward(False)),
+    Replacement("aten::_log_softmax_backward_data", "softmax", _run_backward(True)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The switch for attention: F.scaled_dot_product_attention by Orchard, in code that does not know it.
+"""The switch for attention: F.scaled_dot_product_attention by Orchard, in code unaware of it.
 
 aten has no operation to replace here: torch chooses among several. While it is on, these are
 replaced and afterwards put back, object by object (`orchard.active()` lists them):
