@@ -26,7 +26,7 @@ test: setup-test
 
 bench: setup-bench
 	@$(MAKE) --no-print-directory all python
-	$(BUILD)/orchard bench attention
+	$(BUILD)/orchard bench
 	.venv/bin/python bench/compare_torch.py
 	.venv/bin/python bench/bench_gpt2.py
 

@@ -32,7 +32,8 @@ import orchard
 from orchard import _structs as structs
 from orchard._context import Context
 from orchard._library import check, lib
-from orchard.torch import cpu, ops, threads
+from orchard.torch import cpu, threads
+from orchard.torch.attention import ops
 from orchard.torch import scaled_dot_product_attention
 
 DTYPES = {torch.float64: structs.F64, torch.float32: structs.F32, torch.float16: structs.F16,
@@ -256,7 +257,7 @@ def overhead(seconds):
     context = Context(1, parallel_for=threads.parallel_for)
     inputs = small.q, small.k, small.v
     tensors = [x.detach() for x in inputs]
-    forward = (*tensors, None, False, False)
+    forward = (*tensors, None, False)
     out, lse = ops.plain_forward(*forward)
     backward = (7, small.dout, out, lse, *tensors, None, False)
     views = [x.view_as(x) for x in inputs]

@@ -74,7 +74,7 @@ static int fail(const parser *p, const char *what, const char *word)
 
 /* ---- Dtypes ---------------------------------------------------------------------------------- */
 
-static orchard_dtype dtype_named(const char *name)
+orchard_dtype orch_dtype_named(const char *name)
 {
     for (int i = ORCHARD_F64; i <= ORCHARD_BOOL; i++) {
         if (strcmp(name, orchard_dtype_name((orchard_dtype)i)) == 0) {
@@ -134,7 +134,7 @@ static int parse_operand(parser *p, const char *name, char *text)
     int32_t rank = 0;
     orchard_dtype type = !dtype                    ? usual_dtype(p, info->dtype)
                          : strcmp(dtype, "x") == 0 ? p->dtype
-                                                   : dtype_named(dtype);
+                                                   : orch_dtype_named(dtype);
     if (!type) {
         return fail(p, "no dtype is called", dtype);
     }
@@ -214,7 +214,7 @@ static int parse_word(parser *p, char *word)
     if (same_as) {
         snprintf(note->same_as, sizeof note->same_as, "%s", same_as);
     }
-    tensor->dtype = dtype ? dtype_named(dtype) : ORCHARD_DTYPE_NONE; /* for complete() */
+    tensor->dtype = dtype ? orch_dtype_named(dtype) : ORCHARD_DTYPE_NONE; /* for complete() */
     return dtype && !tensor->dtype ? fail(p, "no dtype is called", dtype) : 0;
 }
 

@@ -39,6 +39,9 @@ typedef struct orch_call_text {
 int orch_call_parse(orchard_ctx *ctx, const char *line, orchard_dtype dtype, orch_call_text *call,
                     char *why, size_t bytes);
 
+/* The dtype of that name; ORCHARD_DTYPE_NONE: there is none. */
+orchard_dtype orch_dtype_named(const char *name);
+
 /* The tensor of an operand of op; NULL: there is no such operand. */
 orchard_tensor *orch_call_tensor(const char *op, void *args, const char *name);
 

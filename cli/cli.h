@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <orchard.h>
+
 /* Each takes the words after its own name and returns the exit status: 0 good, 1 failed, 2 wrongly
  * used. */
 int orch_cli_doctor(int count, char **words);
@@ -35,5 +37,10 @@ typedef struct orch_option {
  * options. */
 int orch_cli_options(const char *command, const char *usage, const orch_option *options, int count,
                      char **words);
+
+#define ORCH_DTYPE_HELP "of the call: f64, f32 (default), f16 or bf16"
+
+/* The dtype of that name; 0: a call may not have it, which was named on stderr. */
+orchard_dtype orch_cli_dtype(const char *command, const char *name);
 
 #endif

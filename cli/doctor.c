@@ -13,6 +13,7 @@
 
 #include <orchard.h>
 
+#include "calls.h"
 #include "cli.h"
 #include "selftest.h"
 
@@ -192,26 +193,17 @@ static void progress(const char *backend)
     }
 }
 
-/* A line for each kernel that the device has. */
-static int kernel_lines(const char *backend, const orch_selftest *result, int has_matrix)
+/* A line for each kernel that a plan launched. */
+static int kernel_lines(const char *backend, const orch_selftest *result)
 {
     int failures = 0;
-    for (int i = 0; i < ORCH_SELFTEST_KERNELS; i++) {
+    for (int i = 0; i < result->kernel_count; i++) {
         const orch_selftest_kernel *kernel = &result->kernel[i];
-        if (kernel->matrix && !has_matrix) {
-            continue;
-        }
-        const char *verdict = kernel->failed   ? "FAILED: a call with it failed"
-                              : !kernel->calls ? "FAILED: no call ran it"
+        const char *verdict = kernel->failed ? "FAILED: a call with it failed"
                               : kernel->error <= ORCH_SELFTEST_BOUND ? "ok"
                                                                      : above_bound;
         printf("  %-9s%-26s%-11.1e%s\n", backend, kernel->name, kernel->error, verdict);
         failures += strcmp(verdict, "ok") != 0;
-    }
-    if (result->unknown) {
-        printf("  %-9s%-26sFAILED: the self-test does not know this kernel\n", backend,
-               result->unknown);
-        failures++;
     }
     return failures;
 }
@@ -223,7 +215,7 @@ static int test_backend(const char *backend, const char *isa, int32_t threads, u
     const orchard_ctx_opts opts = {.backend = backend, .cpu = isa, .threads = threads, .strict = 1};
     orchard_ctx *ctx;
     orchard_device_info info;
-    orch_selftest result = {0};
+    static orch_selftest result;
     progress(backend);
     if (orchard_ctx_create(&ctx, &opts)) {
         printf("  %-9s%-9sFAILED: %s\n", backend, isa ? isa : "-", orchard_last_error());
@@ -243,13 +235,14 @@ static int test_backend(const char *backend, const char *isa, int32_t threads, u
     if (status) {
         printf("FAILED: %s\n", result.message);
     } else {
-        printf("%-11.1e%-11.1e%08" PRIx32 "  %s\n", result.value_error, result.gradient_error,
+        printf("%-11.1e%-11.1e%08" PRIx32 "  %s%s%s\n", result.value_error, result.gradient_error,
                result.checksum,
                !right  ? above_bound
                : !same ? "FAILED: other bits than the line above"
-                       : "ok");
+                       : "ok",
+               right ? "" : "; first: ", right ? "" : result.message);
     }
-    return on_device ? failures + kernel_lines(backend, &result, info.matrix) : failures;
+    return on_device ? failures + kernel_lines(backend, &result) : failures;
 }
 
 /* Whether a list with commas holds the name; no list holds all. */
@@ -269,9 +262,8 @@ static int self_test(orchard_ctx *ctx, const orchard_ctx_opts *opts)
     const int32_t threads = orchard_ctx_threads(ctx);
     orchard_device_info info;
     int failures = 0;
-    printf(
-        "\nSelf-test: attention in f32 against ref in f64, largest error relative to the largest "
-        "element\n");
+    printf("\nSelf-test: every operation in f32 against ref in f64, largest error relative to the "
+           "largest element\n");
     printf("  %-9s%-9s%-11s%-11s%s\n", "backend", "isa", "value", "gradient", "checksum");
     for (int32_t i = 0; orchard_backend_name(i); i++) {
         const char *backend = orchard_backend_name(i);
@@ -291,40 +283,73 @@ static int self_test(orchard_ctx *ctx, const orchard_ctx_opts *opts)
 
 /* ---- The report ------------------------------------------------------------------------------ */
 
-/* What the process-wide report says after a run with the user's own settings. */
+enum { MOST_FALLBACKS = 64 };
+
+typedef struct fallback {
+    char op[64];
+    const char *backend, *reason; /* constants of the library */
+    int count;
+} fallback;
+
+typedef struct fallbacks_seen {
+    fallback of[MOST_FALLBACKS];
+    int count, refused; /* calls that nothing runs */
+} fallbacks_seen;
+
+static void count_fallback(fallbacks_seen *seen, const char *op, const char *backend,
+                           const char *reason)
+{
+    int i = 0;
+    while (i < seen->count && (strcmp(seen->of[i].op, op) != 0 || seen->of[i].reason != reason ||
+                               seen->of[i].backend != backend)) {
+        i++;
+    }
+    if (i == seen->count && i < MOST_FALLBACKS) {
+        seen->of[seen->count++] = (fallback){.backend = backend, .reason = reason};
+        snprintf(seen->of[i].op, sizeof seen->of[i].op, "%s", op);
+    }
+    if (i < MOST_FALLBACKS) {
+        seen->of[i].count++;
+    }
+}
+
+static orchard_status ask(orchard_ctx *ctx, const char *line, void *user)
+{
+    static orch_call_tensors call;
+    fallbacks_seen *seen = user;
+    orchard_explanation answer;
+    char why[256];
+    if (orch_call_make(ctx, line, ORCHARD_F32, 0, &call, why, sizeof why)) {
+        return ORCHARD_ERROR_INTERNAL;
+    }
+    const orchard_status status = orchard_explain(ctx, call.text.op, call.text.args, &answer);
+    for (int32_t i = 0; !status && i < answer.asked; i++) {
+        /* A tune file's wish is no fallback. */
+        if (answer.reason[i] && strncmp(answer.reason[i], "tune file", 9) != 0) {
+            count_fallback(seen, call.text.op, answer.name[i], answer.reason[i]);
+        }
+    }
+    seen->refused += status || !answer.backend;
+    orch_call_free(&call);
+    return status;
+}
+
+/* What becomes of the self-test's calls with the user's own settings. */
 static int fallbacks(orchard_ctx *ctx)
 {
-    enum { CAPACITY = 64 };
-    orchard_report_line before[CAPACITY], after[CAPACITY];
-    orch_selftest result;
-    int64_t before_count = orchard_report(before, CAPACITY);
-    orchard_status status = orch_selftest_run(ctx, NULL, &result);
-    int64_t after_count = orchard_report(after, CAPACITY);
-    int found = 0;
+    static fallbacks_seen seen;
+    const orchard_status status = orch_selftest_cases(ctx, ask, &seen);
     printf("\nFallbacks with the settings above\n");
-    if (status) {
-        printf("  FAILED: %s\n", result.message);
+    for (int i = 0; i < seen.count; i++) {
+        const fallback *f = &seen.of[i];
+        printf("  %s cannot run %s (%d calls): %s\n", f->backend, f->op, f->count, f->reason);
+    }
+    if (status || seen.refused) {
+        printf("  FAILED: no backend runs %d calls%s%s\n", seen.refused, status ? ": " : "",
+               status ? orchard_last_error() : "");
         return 1;
     }
-    for (int64_t i = 0; i < after_count && i < CAPACITY; i++) {
-        uint64_t count = after[i].count;
-        for (int64_t j = 0; after[i].reason && j < before_count && j < CAPACITY; j++) {
-            const orchard_report_line *old = before + j;
-            if (old->op == after[i].op && old->backend == after[i].backend &&
-                old->reason == after[i].reason) {
-                count -= old->count;
-            }
-        }
-        /* An audit's result and a tune file's wish are no fallbacks. */
-        const int is_fallback = after[i].reason && strncmp(after[i].reason, "audit:", 6) != 0 &&
-                                strncmp(after[i].reason, "tune file", 9) != 0;
-        if (is_fallback && count) {
-            printf("  %s did not take %s (%" PRIu64 " times): %s\n", after[i].backend, after[i].op,
-                   count, after[i].reason);
-            found = 1;
-        }
-    }
-    if (!found) {
+    if (!seen.count) {
         printf("  none\n");
     }
     return 0;

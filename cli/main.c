@@ -11,7 +11,7 @@ static const struct {
     int (*run)(int count, char **words);
 } commands[] = {
     {"doctor", "what this machine and this build can do, and whether it is right", orch_cli_doctor},
-    {"bench", "how fast an operation is here, and what share of the machine's peak",
+    {"bench", "how fast operations are here, and what share of the machine's speed",
      orch_cli_bench},
     {"explain", "which backend would take a call, and why others would not", orch_cli_explain},
     {"replay", "runs a recorded call again, here, and judges its results", orch_cli_replay},
@@ -22,7 +22,7 @@ static const struct {
 
 static void print_help(FILE *file)
 {
-    fputs("Orchard: exact fused attention, forward and backward.\n\n"
+    fputs("Orchard: exact operations for training transformers.\n\n"
           "Usage: orchard COMMAND [OPTIONS]\n\n"
           "Commands:\n",
           file);

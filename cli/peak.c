@@ -1,4 +1,4 @@
-/* The machine's peak: a loop of independent FMAs, and a loop that only reads memory, on several
+/* The machine's peak: a loop of independent FMAs, and a loop that only moves memory, on several
  * threads. The FMA loop keeps enough accumulators in registers to cover latency times throughput of
  * the machines at hand (Zen, Skylake and later: 4-5 cycles times 2 units needs 10; Arm: 4 times 4
  * needs 16). */
@@ -167,12 +167,25 @@ typedef struct worker {
     pthread_t thread;
     atomic_int *waiting;   /* threads that have not arrived: all start together */
     double seconds;        /* FMA: how long */
-    const uint64_t *words; /* reading: what; NULL for FMA */
+    int streams;           /* reads and writes; otherwise FMA */
+    const uint64_t *words; /* read: so many */
     size_t count;
+    uint64_t *to; /* written */
+    size_t to_count;
     double rate; /* out: flop/s */
     double start, end;
     volatile uint64_t sink;
 } worker;
+
+/* Not memset, which goes around the caches. */
+static void write_words(uint64_t *words, size_t count)
+{
+    volatile uint64_t source = 0;
+    const uint64_t word = source;
+    for (size_t i = 0; i < count; i++) {
+        words[i] = word;
+    }
+}
 
 static void *work(void *arg)
 {
@@ -181,8 +194,9 @@ static void *work(void *arg)
     while (atomic_load(self->waiting) > 0) {
     }
     self->start = orch_clock();
-    if (self->words) {
+    if (self->streams) {
         self->sink = (has_vectors() ? read_vector : read_scalar)(self->words, self->count);
+        write_words(self->to, self->to_count);
         self->end = orch_clock();
         return NULL;
     }
@@ -240,16 +254,20 @@ double orch_peak_fma(int32_t threads, double seconds)
     return 1e-9 * total;
 }
 
-double orch_peak_read(int32_t threads, const void *data, size_t bytes)
+double orch_peak_stream(int32_t threads, const void *read, size_t read_bytes, void *written,
+                        size_t written_bytes)
 {
     worker workers[MAX_THREADS];
     const int32_t count = limit(threads);
-    const uint64_t *words = data;
-    const size_t part = bytes / sizeof *words / (size_t)count;
+    const size_t part = read_bytes / sizeof(uint64_t) / (size_t)count;
+    const size_t to_part = written_bytes / sizeof(uint64_t) / (size_t)count;
     memset(workers, 0, sizeof *workers * (size_t)count);
     for (int32_t i = 0; i < count; i++) {
-        workers[i].words = words + part * (size_t)i;
+        workers[i].streams = 1;
+        workers[i].words = (const uint64_t *)read + part * (size_t)i;
         workers[i].count = part;
+        workers[i].to = (uint64_t *)written + to_part * (size_t)i;
+        workers[i].to_count = to_part;
     }
     run(workers, count);
     double start = workers[count - 1].start, end = workers[count - 1].end;
@@ -257,5 +275,5 @@ double orch_peak_read(int32_t threads, const void *data, size_t bytes)
         start = workers[i].end && workers[i].start < start ? workers[i].start : start;
         end = workers[i].end > end ? workers[i].end : end;
     }
-    return 1e-9 * (double)(part * (size_t)count * sizeof *words) / (end - start);
+    return end - start;
 }

@@ -15,7 +15,9 @@ const char *orch_peak_name(void);
  * thread times itself, so starting them costs nothing here. */
 double orch_peak_fma(int32_t threads, double seconds);
 
-/* GB/s of reading `bytes` at `data` once, each thread its own contiguous part. */
-double orch_peak_read(int32_t threads, const void *data, size_t bytes);
+/* Seconds of reading one block of memory once and overwriting another with zeros, each thread its
+ * own contiguous part: what a call that touches as many bytes takes at least. */
+double orch_peak_stream(int32_t threads, const void *read, size_t read_bytes, void *written,
+                        size_t written_bytes);
 
 #endif

@@ -36,7 +36,7 @@ static orchard_status calibrate(const orch_timing_request *request, int *repeats
 
 /* *burst holds the burst before the sample, and after it the one that follows. */
 static orchard_status take_sample(const orch_timing_request *request, int repeats, double *burst,
-                                  sample *taken, double *stream_gbytes)
+                                  sample *taken)
 {
     double start = orch_clock();
     for (int i = 0; i < repeats; i++) {
@@ -46,10 +46,10 @@ static orchard_status take_sample(const orch_timing_request *request, int repeat
         }
     }
     taken->seconds = (orch_clock() - start) / repeats;
-    if (request->stream) {
-        *stream_gbytes = orch_peak_read(request->threads, request->stream, request->stream_bytes);
-        taken->stream_ratio =
-            1e-9 * (double)request->stream_bytes / *stream_gbytes / taken->seconds;
+    if (request->read_bytes + request->written_bytes) {
+        taken->stream_ratio = orch_peak_stream(request->threads, request->read, request->read_bytes,
+                                               request->written, request->written_bytes) /
+                              taken->seconds;
     }
     const double before = *burst;
     *burst = orch_peak_fma(request->threads, BURST_SECONDS);
@@ -103,13 +103,11 @@ orchard_status orch_time(const orch_timing_request *request, orch_timing *timing
     double burst = orch_peak_fma(request->threads, BURST_SECONDS);
     while (count < MAX_SAMPLES &&
            (count < MIN_SAMPLES || orch_clock() - start < request->seconds)) {
-        double stream = 0;
         timing->peak_gflops = fmax(timing->peak_gflops, burst);
-        status = take_sample(request, repeats, &burst, samples + count++, &stream);
+        status = take_sample(request, repeats, &burst, samples + count++);
         if (status) {
             return status;
         }
-        timing->stream_gbytes = fmax(timing->stream_gbytes, stream);
     }
     timing->peak_gflops = fmax(timing->peak_gflops, burst);
     settle(samples, count, timing);

@@ -8,16 +8,17 @@ typedef struct orch_timing_request {
     orchard_status (*run)(void *arg); /* the call to be timed */
     void *arg;
     int32_t threads;
-    double seconds;     /* how long to go on sampling */
-    const void *stream; /* optional: memory that is read beside each sample, as a yardstick */
-    size_t stream_bytes;
+    double seconds; /* how long to go on sampling */
+    /* Optional: memory that is read, and overwritten with zeros, beside each sample. */
+    const void *read;
+    void *written;
+    size_t read_bytes, written_bytes;
 } orch_timing_request;
 
 typedef struct orch_timing {
     double ms;             /* the best accepted sample */
     double peak_gflops;    /* the best FMA burst around the samples */
-    double stream_gbytes;  /* GB/s of the best read of `stream` */
-    double stream_percent; /* median of: time to read `stream` / time of the call next to it */
+    double stream_percent; /* median of: time of that / time of the call next to it */
     int32_t samples, dropped;
 } orch_timing;
 

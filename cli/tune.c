@@ -1,5 +1,5 @@
-/* `orchard tune`: times the backends on a short list of shapes and writes the file that
- * ORCHARD_TUNE loads: one line for each class of shapes, the fastest backend first. */
+/* `orchard tune`: times the backends on calls and writes the file that ORCHARD_TUNE loads: one line
+ * for each class of shapes, the fastest backend first. */
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>
@@ -10,25 +10,17 @@
 #include <orchard.h>
 #include <orchard/tune.h>
 
+#include "calls.h"
 #include "cli.h"
 #include "peak.h"
 
 static const char usage[] =
-    "Usage: orchard tune [OPTIONS]\n\n"
-    "Times each backend (ref aside) on a list of shapes, forward and backward, f32 and f16, full\n"
-    "and causal, and writes a tune file: ORCHARD_TUNE=FILE makes every context ask the fastest\n"
-    "backend of a call's class first. A class is all shapes with the same powers of two below\n"
-    "their sizes. Exit status 0: the file was written; 1: not; 2: wrongly used.\n";
-
-typedef struct shape {
-    int64_t B, H, T, S, D;
-} shape;
-
-static const shape usual[] = {
-    {1, 12, 128, 128, 64},   {4, 12, 256, 256, 64},   {1, 12, 512, 512, 64},
-    {1, 12, 1024, 1024, 64}, {1, 12, 2048, 2048, 64}, {1, 12, 1024, 1024, 128},
-    {1, 32, 1, 4096, 128},
-};
+    "Usage: orchard tune [CALL...] [OPTIONS]\n\n"
+    "Times each backend (ref aside) on calls, without any those of `orchard bench`, in f32 and\n"
+    "f16, and writes a tune file: ORCHARD_TUNE=FILE makes every context ask the fastest backend\n"
+    "of a call's class first. A class is all calls with the same powers of two below their sizes,\n"
+    "or all of an operation. Exit status 0: the file was written; 1: not; 2: wrongly used.\n\n" //
+    ORCH_CALLS_HELP;
 
 #define MAX_BACKENDS ORCHARD_MAX_BACKENDS
 
@@ -44,37 +36,15 @@ typedef struct tuner {
 
 /* ---- One call -------------------------------------------------------------------------------- */
 
-typedef struct call {
-    int backward;
-    orchard_attention_forward_args forward;
-    orchard_attention_backward_args gradient;
-} call;
-
-static const char *op_of(const call *c)
-{
-    return c->backward ? "attention_backward" : "attention_forward";
-}
-
-static const void *args_of(const call *c)
-{
-    return c->backward ? (const void *)&c->gradient : &c->forward;
-}
-
-static orchard_status run(orchard_ctx *ctx, const call *c)
-{
-    return c->backward ? orchard_attention_backward(ctx, &c->gradient)
-                       : orchard_attention_forward(ctx, &c->forward);
-}
-
 #define LONG_SECONDS 3 /* a figure that takes longer is one of fewer samples */
 
 /* The best of many, in milliseconds; INFINITY: it does not take the call. One that is far slower
  * than the best of the others needs no better figure. */
-static double measure(const tuner *t, int32_t n, const call *c, double rival)
+static double measure(const tuner *t, int32_t n, const orch_call_text *c, double rival)
 {
     orchard_explanation answer;
-    if (orchard_explain(t->ctx[n], op_of(c), args_of(c), &answer) || !answer.backend ||
-        run(t->ctx[n], c)) {
+    if (orchard_explain(t->ctx[n], c->op, c->args, &answer) || !answer.backend ||
+        orchard_op_call(t->ctx[n], c->op, c->args)) {
         return INFINITY;
     }
     double best = INFINITY, spent;
@@ -82,7 +52,7 @@ static double measure(const tuner *t, int32_t n, const call *c, double rival)
     const double start = orch_clock();
     do {
         const double from = orch_clock();
-        if (run(t->ctx[n], c)) {
+        if (orchard_op_call(t->ctx[n], c->op, c->args)) {
             return INFINITY;
         }
         best = fmin(best, 1e3 * (orch_clock() - from));
@@ -129,11 +99,14 @@ static void write_line(tuner *t, const char *class, const double *ms)
     fflush(t->out);
 }
 
-static int tune_call(tuner *t, const call *c)
+/* The forward of a backward runs once on the CPU, which takes every call. */
+static int tune_call(tuner *t, orch_call_tensors *call)
 {
     char class[96];
     double ms[MAX_BACKENDS], best = INFINITY;
-    if (orchard_tune_class(t->ctx[0], op_of(c), args_of(c), class, sizeof class)) {
+    const orch_call_text *c = &call->text;
+    if (orchard_tune_class(t->ctx[0], c->op, c->args, class, sizeof class) ||
+        orch_call_run_forward(t->ctx[t->count - 1], call)) {
         fprintf(stderr, "orchard tune: %s\n", orchard_last_error());
         return 1;
     }
@@ -153,73 +126,16 @@ static int tune_call(tuner *t, const call *c)
     return 0;
 }
 
-/* ---- One shape ------------------------------------------------------------------------------- */
-
-/* Small numbers of either sign that are the same in f16 and, read as such, harmless in f32. */
-static void fill(void *memory, orchard_dtype dtype, size_t count)
+static int tune_line(tuner *t, const char *line, orchard_dtype dtype)
 {
-    uint32_t state = 1;
-    for (size_t i = 0; i < count; i++) {
-        state = state * 1664525u + 1013904223u;
-        if (dtype == ORCHARD_F32) {
-            ((float *)memory)[i] = (float)(state >> 8) * 0x1p-23f - 1.0f;
-        } else { /* 0.5 ... 1 in f16 */
-            ((uint16_t *)memory)[i] = (uint16_t)(0x3800 | state >> 22 | (state & 1) << 15);
-        }
+    static orch_call_tensors call;
+    char why[256];
+    if (orch_call_make(t->ctx[0], line, dtype, 1, &call, why, sizeof why)) {
+        fprintf(stderr, "orchard tune: %s: %s\n", line, why);
+        return 1;
     }
-}
-
-enum { Q, K, V, OUT, DOUT, DQ, DK, DV, LSE, BLOCKS };
-
-static int tune_blocks(tuner *t, const shape *s, orchard_dtype dtype, void *const *block)
-{
-    const orchard_tensor q = ORCHARD_TENSOR(block[Q], dtype, s->B, s->H, s->T, s->D);
-    const orchard_tensor k = ORCHARD_TENSOR(block[K], dtype, s->B, s->H, s->S, s->D);
-    orchard_tensor at[BLOCKS] = {q, k, k, q, q, q, k, k};
-    at[LSE] = ORCHARD_TENSOR(block[LSE], ORCHARD_F32, s->B, s->H, s->T);
-    int failed = 0;
-    for (int i = 0; i < BLOCKS; i++) {
-        at[i].data = block[i];
-    }
-    for (int32_t causal = 0; causal < 2 && !failed; causal++) {
-        const orchard_attention attention = {
-            .q = at[Q], .k = at[K], .v = at[V], .causal = causal, .align = ORCHARD_BOTTOM_RIGHT};
-        call c = {.forward = {.out = at[OUT], .lse = at[LSE], .attention = attention},
-                  .gradient = {.dq = at[DQ],
-                               .dk = at[DK],
-                               .dv = at[DV],
-                               .dout = at[DOUT],
-                               .out = at[OUT],
-                               .lse = at[LSE],
-                               .attention = attention}};
-        for (c.backward = 0; c.backward < 2 && !failed; c.backward++) {
-            failed = tune_call(t, &c);
-        }
-    }
-    return failed;
-}
-
-static int tune_shape(tuner *t, const shape *s, orchard_dtype dtype)
-{
-    void *block[BLOCKS] = {NULL};
-    int failed = 0;
-    for (int i = 0; i < BLOCKS; i++) {
-        const int keys = i == K || i == V || i == DK || i == DV;
-        const size_t count = (size_t)(s->B * s->H) * (size_t)(keys ? s->S : s->T) * (size_t)s->D;
-        block[i] = calloc(count, sizeof(float));
-        failed |= !block[i];
-        if (block[i] && i != LSE) {
-            fill(block[i], dtype, count);
-        }
-    }
-    if (failed) {
-        fputs("orchard tune: no memory for the tensors\n", stderr);
-    } else {
-        failed = tune_blocks(t, s, dtype, block);
-    }
-    for (int i = 0; i < BLOCKS; i++) {
-        free(block[i]);
-    }
+    const int failed = tune_call(t, &call);
+    orch_call_free(&call);
     return failed;
 }
 
@@ -244,27 +160,16 @@ static int open_backends(tuner *t, int32_t threads)
     return 0;
 }
 
-/* "B,H,T,S,D" */
-static int read_shape(const char *text, shape *s)
-{
-    int length = 0;
-    const int found = sscanf(text, "%" SCNd64 ",%" SCNd64 ",%" SCNd64 ",%" SCNd64 ",%" SCNd64 "%n",
-                             &s->B, &s->H, &s->T, &s->S, &s->D, &length);
-    const int64_t most = INT64_C(1) << 20;
-    return found == 5 && !text[length] && !text[strspn(text, "0123456789,")] && s->B > 0 &&
-           s->H > 0 && s->T > 0 && s->S > 0 && s->D > 0 && s->D <= 512 && s->B <= 4096 &&
-           s->H <= 4096 && s->T <= most && s->S <= most;
-}
-
-static int tune(tuner *t, const shape *shapes, size_t count, int32_t threads)
+static int tune(tuner *t, const orch_calls *calls, orchard_dtype dtype, int32_t threads)
 {
     int status = open_backends(t, threads);
     if (!status) {
         fprintf(t->out, "orchard-tune 1\n# made by orchard tune %s with %s, %" PRId32 " threads\n",
                 orchard_version(), orchard_ctx_cpu(t->ctx[0]), orchard_ctx_threads(t->ctx[0]));
     }
-    for (size_t i = 0; i < 2 * count && !status; i++) {
-        status = tune_shape(t, &shapes[i / 2], i % 2 ? ORCHARD_F16 : ORCHARD_F32);
+    for (int i = 0; i < calls->count && !status; i++) {
+        status = tune_line(t, calls->line[i], dtype ? dtype : ORCHARD_F32);
+        status = status || dtype ? status : tune_line(t, calls->line[i], ORCHARD_F16);
     }
     for (int32_t i = 0; i < t->count; i++) {
         orchard_ctx_free(t->ctx[i]);
@@ -275,25 +180,28 @@ static int tune(tuner *t, const shape *shapes, size_t count, int32_t threads)
 int orch_cli_tune(int count, char **words)
 {
     static tuner t;
-    const char *out = NULL, *text = NULL;
+    static orch_calls calls;
+    const char *out = NULL, *dtype_name = NULL;
+    orchard_dtype dtype = ORCHARD_DTYPE_NONE;
     int32_t threads = 0;
-    shape own;
     t = (tuner){.seconds = 0.1, .out = stdout};
     const orch_option table[] = {
         {"--out", ORCH_OPTION_TEXT, &out, "FILE", "where to write (default: standard output)"},
-        {"--shape", ORCH_OPTION_TEXT, &text, "B,H,T,S,D", "only this shape"},
+        {"--dtype", ORCH_OPTION_TEXT, &dtype_name, "TYPE", "only this one"},
         {"--seconds", ORCH_OPTION_REAL, &t.seconds, "S", "time for each figure (default 0.1)"},
         {"--threads", ORCH_OPTION_INT32, &threads, "N", "0: ORCHARD_THREADS, else one per core"},
         {NULL, ORCH_OPTION_FLAG, NULL, NULL, NULL},
     };
-    int status = orch_cli_options("orchard tune", usage, table, count, words);
+    const int read = orch_calls_read("tune", &calls, 1, count, words);
+    if (read < 0) {
+        return 2;
+    }
+    int status = orch_cli_options("orchard tune", orch_calls_usage(usage), table, count - read,
+                                  words + read);
     if (status >= 0) {
         return status;
     }
-    if (text && !read_shape(text, &own)) {
-        fprintf(stderr,
-                "orchard tune: --shape is \"%s\", must be five sizes like 1,12,1024,1024,64\n",
-                text);
+    if (dtype_name && !(dtype = orch_cli_dtype("tune", dtype_name))) {
         return 2;
     }
     unsetenv("ORCHARD_TUNE"); /* it must not decide on what is measured */
@@ -302,7 +210,7 @@ int orch_cli_tune(int count, char **words)
         fprintf(stderr, "orchard tune: cannot write %s: %s\n", out, strerror(errno));
         return 1;
     }
-    status = tune(&t, text ? &own : usual, text ? 1 : sizeof usual / sizeof *usual, threads);
+    status = tune(&t, &calls, dtype, threads);
     if (ferror(t.out) | (out ? fclose(t.out) : fflush(stdout))) {
         fprintf(stderr, "orchard tune: cannot write %s\n", out ? out : "standard output");
         return 1;

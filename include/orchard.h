@@ -28,6 +28,7 @@
 #include <orchard/attention.h>
 #include <orchard/devices.h>
 #include <orchard/launch.h>
+#include <orchard/norm.h>
 #include <orchard/ops.h>
 #include <orchard/record.h>
 #include <orchard/softmax.h>

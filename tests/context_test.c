@@ -90,10 +90,10 @@ static void bad_header_versions(void)
     static const struct {
         int32_t version;
         const char *words;
-    } cases[] = {{0, "header version 0.0.0, this library is 0.3.0"},
-                 {-1, "this library is 0.3.0"},
-                 {ORCHARD_HEADER_VERSION + 1, "header version 0.3.1, this library is 0.3.0"},
-                 {10203, "header version 1.2.3, this library is 0.3.0"}};
+    } cases[] = {{0, "header version 0.0.0, this library is 0.4.0"},
+                 {-1, "this library is 0.4.0"},
+                 {ORCHARD_HEADER_VERSION + 1, "header version 0.4.1, this library is 0.4.0"},
+                 {10203, "header version 1.2.3, this library is 0.4.0"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         orchard_ctx *ctx = (orchard_ctx *)&ctx;
         CHECK_INT(orchard_ctx_create_version(&ctx, NULL, cases[i].version), ORCHARD_ERROR_ARGUMENT);

@@ -65,9 +65,9 @@ static double elements(const orchard_tensor *tensor)
 static double work(const orch_record *record)
 {
     double queries = 1, keys = 1;
-    for (int32_t i = 0; i < record->operand_count; i++) {
-        const char *name = record->operands[i].name;
-        const double size = elements(record->operands[i].tensor);
+    for (int32_t i = 0; i < record->operands.count; i++) {
+        const char *name = record->operands.of[i].name;
+        const double size = elements(record->operands.of[i].tensor);
         queries = strcmp(name, "q") == 0 ? size : queries;
         keys += strcmp(name, "k") == 0 || strcmp(name, "v") == 0 ? size : 0;
     }

@@ -288,6 +288,39 @@ static void test_list(void)
     CHECK_INT(metal.counter("objects_live"), 0);
 }
 
+/* A call that needs more scratch than the one before it, which is still queued: there is room for
+ * the new scratch, and not for both. Operands are 20 bytes a row, scratch is 16. */
+static void test_scratch_that_grows(void)
+{
+    enum { QUERIES = 4096 };
+    static const float zeros[QUERIES];
+    orchard_ctx *ctx;
+    orchard_buffer *buffer[9] = {NULL};
+    orchard_attention_backward_args args = {0};
+    orchard_tensor *const rows[9] = {&args.attention.q, &args.dq,  &args.dout,
+                                     &args.out,         &args.lse, &args.attention.k,
+                                     &args.attention.v, &args.dk,  &args.dv};
+    use_device();
+    setenv("METAL_STANDIN_MEMORY", "163840", 1);
+    WORKS(orchard_ctx_create(&ctx, &(orchard_ctx_opts){.backend = "metal", .strict = 1}));
+    for (int n = 0; n < 9; n++) {
+        const int64_t size[] = {1, 1, n < 5 ? QUERIES : 1, 1};
+        const size_t bytes = (size_t)size[2] * sizeof *zeros;
+        WORKS(orchard_buffer_create(ctx, &buffer[n], bytes, ORCHARD_STORAGE_SHARED));
+        WORKS(orchard_buffer_write(buffer[n], 0, zeros, bytes));
+        *rows[n] = orchard_tensor_in(buffer[n], 0, ORCHARD_F32, rows[n] == &args.lse ? 3 : 4, size);
+    }
+    orchard_attention_backward_args half = args;
+    half.attention.q.size[2] = half.dq.size[2] = half.dout.size[2] = QUERIES / 2;
+    half.out.size[2] = half.lse.size[2] = QUERIES / 2;
+    WORKS(orchard_attention_backward(ctx, &half));
+    WORKS(orchard_attention_backward(ctx, &args));
+    for (int n = 0; n < 9; n++) {
+        orchard_buffer_free(buffer[n]);
+    }
+    orchard_ctx_free(ctx);
+}
+
 int main(int argc, char **argv)
 {
     devices_start(argc, argv);
@@ -303,6 +336,7 @@ int main(int argc, char **argv)
         run_group("room", test_lost_while_waiting_for_room);
         run_group("gathering", test_gathering);
         run_group("own", test_own_objects);
+        run_group("scratch", test_scratch_that_grows);
     }
     return fixture_end("metal_device");
 }

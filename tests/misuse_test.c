@@ -220,6 +220,12 @@ static void sizes(fixture *f)
     REFUSE(PADDED, FORWARD, SHAPE, "lse must have 2 batch elements, 4 heads and 3 rows as q",
            f->forward.lse.size[2] = 4);
     REFUSE(PADDED, FORWARD, SHAPE, "lse must have 2 batch", f->forward.lse.size[0] = 1);
+    REFUSE(PADDED, BOTH, SHAPE, "lse_rest must have 2 batch", a->lse_rest = f->forward.lse,
+           a->lse_rest.size[0] = 1);
+    REFUSE(PADDED, BOTH, DTYPE, "lse_rest is f64, must be f32", a->lse_rest = f->forward.lse,
+           a->lse_rest.dtype = ORCHARD_F64);
+    REFUSE(PADDED, FORWARD, ARGUMENT, "lse_rest is given without lse", a->lse_rest = f->forward.lse,
+           f->forward.lse = (orchard_tensor){.rank = 0});
     REFUSE(PACKED, BACKWARD, SHAPE, "lse must have 2 batch elements, 4 heads and 7 rows as q",
            f->backward.lse.size[1] = 3);
     REFUSE(PADDED, BACKWARD, SHAPE, "dlse must have", f->backward.dlse.size[1] = 5);
@@ -416,6 +422,21 @@ static void null_pointers(fixture *f)
                    "explanation is NULL");
     expect_refusal("explain", "explain", orchard_explain(ctx, "attend", &f->forward, &explanation),
                    bad, "there is no operation \"attend\"");
+    f->forward.attention.q.rank = 2;
+    expect_refusal("op_outputs", forward, orchard_op_outputs(ctx, forward, &f->forward),
+                   ORCHARD_ERROR_SHAPE, "q has rank 2, must be 3 or 4");
+    f->forward.attention.q.rank = 3;
+    expect_refusal("op_outputs", forward, orchard_op_outputs(ctx, forward, &f->forward),
+                   ORCHARD_ERROR_SHAPE, "v has rank 4, must be 3 as q");
+    f->forward.attention.q.rank = 4;
+    expect_refusal("op_call", forward, orchard_op_call(NULL, forward, &f->forward), bad,
+                   "ctx is NULL");
+    expect_refusal("op_call", forward, orchard_op_call(ctx, forward, NULL), bad, "args is NULL");
+    expect_refusal("op_call", "op_call", orchard_op_call(ctx, NULL, &f->forward), bad,
+                   "op is NULL");
+    expect_refusal("op_call", "op_call", orchard_op_call(ctx, "attend", &f->forward), bad,
+                   "there is no operation \"attend\"");
+    CHECK_INT(orchard_op_call(ctx, forward, &f->forward), ORCHARD_OK);
     orchard_device_info info;
     expect_refusal("ctx_device", "ctx_device", orchard_ctx_device(NULL, "opencl", &info), bad,
                    "ctx is NULL");

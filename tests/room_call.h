@@ -14,16 +14,26 @@
 #include "core/tensor.h"
 
 /* The last two dimensions exchanged in memory; gaps between rows and an odd start; every second
- * element. */
-typedef enum room_layout { DENSE, TRANSPOSED, PADDED_ROWS, EVERY_SECOND, ROOM_LAYOUTS } room_layout;
+ * element; up to four operands of one shape in one block, element beside element, where each one's
+ * range overlaps the next one's only. */
+typedef enum room_layout {
+    DENSE,
+    TRANSPOSED,
+    PADDED_ROWS,
+    EVERY_SECOND,
+    INTERLEAVED,
+    ROOM_LAYOUTS
+} room_layout;
 
 enum { ROOM_GUARD = 64 }; /* bytes in front of and behind every tensor that nobody may touch */
+enum { ROOM_GUESTS = 4 }; /* in a block, its owner included */
 
 typedef struct room_operand {
     const orchard_operand_info *info;
     orchard_tensor *tensor; /* in the args struct */
     char *block, *before;   /* its memory with guards, and what it held before the call */
     size_t bytes;
+    int guests; /* that lie in its block; 0: the block is another operand's */
     double factor;
 } room_operand;
 
@@ -96,7 +106,7 @@ static inline void room_fill(const orchard_tensor *tensor, const orch_call_note 
 static inline int64_t room_strides(orchard_tensor *tensor, room_layout layout)
 {
     const int32_t rank = tensor->rank;
-    int64_t step = layout == EVERY_SECOND ? 2 : 1;
+    int64_t step = layout == EVERY_SECOND ? 2 : layout == INTERLEAVED ? ROOM_GUESTS : 1;
     for (int32_t i = rank; i-- > 0;) {
         const bool swap = layout == TRANSPOSED && rank >= 2 && i >= rank - 2;
         const int32_t to = !swap ? i : i == rank - 1 ? rank - 2 : rank - 1;
@@ -116,23 +126,56 @@ static inline void *room_memory(size_t bytes)
     return made;
 }
 
+/* Elements between where two neighbours of an interleaved block begin: most of a tensor. */
+static inline int64_t room_shift(const orchard_tensor *tensor)
+{
+    int64_t count = 1;
+    for (int32_t i = 0; i < tensor->rank; i++) {
+        count *= tensor->size[i];
+    }
+    return count * 3 / 5 * ROOM_GUESTS + 1;
+}
+
 static inline void room_place(room_operand *o, room_layout layout)
 {
     const size_t element = orchard_dtype_size(o->tensor->dtype);
     const int64_t first = room_strides(o->tensor, layout);
     const size_t offset = ROOM_GUARD + (size_t)first * element;
     o->bytes = offset + (size_t)orch_tensor_extent(o->tensor) + ROOM_GUARD;
+    if (layout == INTERLEAVED) {
+        o->bytes += (ROOM_GUESTS - 1) * element * (size_t)room_shift(o->tensor);
+    }
     o->block = room_memory(o->bytes);
     o->before = room_memory(o->bytes);
+    o->guests = 1;
     memset(o->block, 0xa5, o->bytes);
     o->tensor->data = o->block + offset;
+}
+
+/* Into the block of an earlier operand of the same shape, if one has room. */
+static inline bool room_place_beside(room_operand *o, room_operand *owner)
+{
+    const orchard_tensor *a = o->tensor, *b = owner->tensor;
+    const size_t element = orchard_dtype_size(a->dtype);
+    if (!owner->guests || owner->guests == ROOM_GUESTS || owner->info->role == ORCHARD_HOST_READ ||
+        a->dtype != b->dtype || a->rank != b->rank ||
+        memcmp(a->size, b->size, sizeof *a->size * (size_t)a->rank) != 0) {
+        return false;
+    }
+    room_strides(o->tensor, INTERLEAVED);
+    o->block = owner->block;
+    o->before = owner->before;
+    o->bytes = owner->bytes;
+    const size_t shift = (size_t)(owner->guests++ * room_shift(a));
+    o->tensor->data = (char *)b->data + element * shift;
+    return true;
 }
 
 static inline void room_free(room_call *c)
 {
     for (int i = 0; i < c->count; i++) {
-        free(c->of[i].block);
-        free(c->of[i].before);
+        free(c->of[i].guests ? c->of[i].block : NULL);
+        free(c->of[i].guests ? c->of[i].before : NULL);
     }
     c->count = 0;
 }
@@ -168,7 +211,13 @@ static inline bool room_make(room_call *c, orchard_ctx *ctx, const char *line, o
         }
         room_operand *o = &c->of[c->count++];
         *o = (room_operand){.info = info, .tensor = tensor, .factor = note.factor};
-        room_place(o, info->role == ORCHARD_HOST_READ ? DENSE : layout);
+        bool beside = false;
+        for (int i = 0; layout == INTERLEAVED && i + 1 < c->count && !beside; i++) {
+            beside = info->role != ORCHARD_HOST_READ && room_place_beside(o, &c->of[i]);
+        }
+        if (!beside) {
+            room_place(o, info->role == ORCHARD_HOST_READ ? DENSE : layout);
+        }
         if (info->role != ORCHARD_OUT) {
             room_fill(tensor, &note, info->name, seed);
         }

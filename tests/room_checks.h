@@ -8,6 +8,7 @@
 #include <orchard/record.h>
 
 #include "explained.h"
+#include "groups.h"
 #include "room_call.h"
 
 /* One run of a case, for messages. */
@@ -77,6 +78,35 @@ static inline void room_refused(room_call *c, orchard_ctx *ctx, const room_place
                     strstr(orchard_last_error(), words),
                 at, "\"%s\" does not say \"%s\"", orchard_last_error(), words);
     room_expect(room_untouched(c, true), at, "a refused call wrote something");
+    if (fixture_messages) {
+        printf("message: %s\n", orchard_last_error());
+    }
+}
+
+/* Whether another present operand has the same shape in letters, so that sizes must agree. */
+static inline bool has_peer(const room_call *c, int32_t n)
+{
+    bool found = false;
+    for (int32_t k = 0; k < c->op->operand_count; k++) {
+        found = found || (k != n && c->op->operands[k].shape &&
+                          orch_tensor_present(orch_op_tensor(c->op, c->text.args, k)) &&
+                          strcmp(c->op->operands[k].shape, c->op->operands[n].shape) == 0);
+    }
+    return found;
+}
+
+/* Sizes of outputs are told for whatever the inputs are, or refused; nothing is read. */
+static inline void check_outputs_of(room_call *c, orchard_ctx *ctx, const room_place_of *at,
+                                    const char *what)
+{
+    unsigned char args[ORCH_CALL_ARGS];
+    memcpy(args, c->text.args, sizeof args);
+    const orchard_status status = orchard_op_outputs(ctx, c->op->name, args);
+    room_expect(!status || strncmp(orchard_last_error(), c->op->name, strlen(c->op->name)) == 0, at,
+                "outputs with a wrong %s: %s", what, orchard_last_error());
+    if (fixture_messages && status) {
+        printf("message: %s\n", orchard_last_error());
+    }
 }
 
 /* Whatever is wrong with one operand is refused, and its name told. */
@@ -95,7 +125,18 @@ static inline void check_misuse_of(room_call *c, orchard_ctx *ctx, const room_pl
     *tensor = good;
     tensor->rank = 9;
     room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, words);
+    check_outputs_of(c, ctx, at, info->name);
+    tensor->rank = 0;
+    check_outputs_of(c, ctx, at, info->name);
     *tensor = good;
+    if (good.rank && has_peer(c, n)) {
+        tensor->size[good.rank - 1]++;
+        room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, "");
+        *tensor = good;
+        tensor->rank--;
+        room_refused(c, ctx, at, ORCHARD_ERROR_SHAPE, "");
+        *tensor = good;
+    }
     tensor->dtype = (orchard_dtype)99;
     room_refused(c, ctx, at, ORCHARD_ERROR_DTYPE, words);
     tensor->dtype = ORCHARD_I16;
@@ -125,8 +166,14 @@ static inline void check_misuse(const room_place_of *at, orchard_ctx *ref)
         return;
     }
     for (int32_t n = 0; n < c.op->operand_count; n++) {
-        if (orch_tensor_present(orch_op_tensor(c.op, c.text.args, n)) && c.op->operands[n].shape) {
+        orchard_tensor *tensor = orch_op_tensor(c.op, c.text.args, n);
+        const orchard_tensor good = *tensor;
+        if (orch_tensor_present(tensor) && c.op->operands[n].shape) {
             check_misuse_of(&c, ref, at, n);
+        } else if (orch_tensor_present(tensor)) {
+            tensor->rank = 9;
+            check_outputs_of(&c, ref, at, c.op->operands[n].name);
+            *tensor = good;
         }
     }
     for (int32_t n = 0; n < c.op->option_count; n++) {
@@ -147,43 +194,119 @@ static inline void check_misuse(const room_place_of *at, orchard_ctx *ref)
             *(int64_t *)field = (int64_t)option->high + 1;
         }
         room_refused(&c, ref, at, ORCHARD_ERROR_ARGUMENT, option->name);
+        check_outputs_of(&c, ref, at, option->name);
         memcpy(field, good, sizeof good);
     }
     room_free(&c);
 }
 
-/* An output may lie on no other operand, unless the description lets it be that one. */
+/* A line that starts with "wrong" is a call that the room's own check refuses. */
+static inline void check_wrong(const char *line, orchard_ctx *ref)
+{
+    const room_place_of at = {line, ORCHARD_F32, DENSE};
+    room_call c;
+    if (room_make(&c, ref, line, at.dtype, at.layout, 1)) {
+        room_remember(&c);
+        const orchard_status status = orch_dispatch(ref, c.op, c.text.args);
+        const bool refused = status <= ORCHARD_ERROR_ARGUMENT && status >= ORCHARD_ERROR_LAYOUT;
+        room_expect(refused, &at, "a wrong call is not refused");
+        if (refused) {
+            room_refused(&c, ref, &at, status, "");
+        }
+        room_free(&c);
+    }
+}
+
+/* ---- Overlap --------------------------------------------------------------------------------- */
+
+/* Where an output's memory begins, beside an operand of `bytes` bytes at `at`. */
+typedef enum placement { SAME, OVER_ITS_FIRST, OVER_ITS_LAST, JUST_BEFORE, JUST_AFTER } placement;
+
+static inline char *room_placed(placement where, char *at, size_t bytes, size_t own, size_t element)
+{
+    return where == SAME             ? at
+           : where == OVER_ITS_FIRST ? at - own + element
+           : where == OVER_ITS_LAST  ? at + (bytes - 1) / element * element
+           : where == JUST_BEFORE    ? at - own
+                                     : at + (bytes + element - 1) / element * element;
+}
+
+/* Output n and operand k, alone in a block of their own, in one placement. */
+static inline void check_pair(const room_place_of *at, orchard_ctx *ref, room_call *c, int32_t n,
+                              int32_t k, placement where)
+{
+    const orchard_operand_info *info = c->op->operands;
+    orchard_tensor *out = orch_op_tensor(c->op, c->text.args, n);
+    orchard_tensor *other = orch_op_tensor(c->op, c->text.args, k);
+    const orchard_tensor out_home = *out, other_home = *other;
+    const size_t own = orch_tensor_extent(out), bytes = orch_tensor_extent(other);
+    const size_t size = 2 * own + bytes + 128;
+    char *arena = room_memory(size), *before = room_memory(size), words[80];
+    const int32_t first = orch_is_written(info[k].role) && k < n ? k : n;
+    memset(arena, 0x5a, size);
+    other->data = arena + (own + 63) / 64 * 64;
+    memcpy(other->data, other_home.data, bytes);
+    out->data = room_placed(where, other->data, bytes, own, orchard_dtype_size(out->dtype));
+    memcpy(before, arena, size);
+    snprintf(words, sizeof words, "output %s overlaps %s in memory", info[first].name,
+             info[first == n ? k : n].name);
+    if (where == JUST_BEFORE || where == JUST_AFTER) {
+        const orchard_status status = orch_dispatch(ref, c->op, c->text.args);
+        room_expect(!status, at, "%s beside %s: %s", info[n].name, info[k].name,
+                    orchard_last_error());
+        for (int i = 0; i < c->count; i++) {
+            memcpy(c->of[i].block, c->of[i].before, c->of[i].bytes);
+        }
+    } else if (out->data != other->data || !info[n].in_place ||
+               !strstr(info[n].in_place, info[k].name)) { /* or it may be allowed */
+        room_refused(c, ref, at, ORCHARD_ERROR_LAYOUT, words);
+        room_expect(memcmp(arena, before, size) == 0, at, "a refused call wrote something");
+    }
+    *out = out_home;
+    *other = other_home;
+    free(arena);
+    free(before);
+}
+
+/* An output shares memory with no other operand, unless the description lets it be that one; it may
+ * touch every one. */
 static inline void check_overlap(const room_place_of *at, orchard_ctx *ref)
 {
     room_call c;
-    if (!room_ready(&c, ref, at, 1)) {
+    if (strchr(at->line, '@') || !room_ready(&c, ref, at, 1)) {
         return;
     }
     for (int32_t n = 0; n < c.op->operand_count; n++) {
-        orchard_tensor *out = orch_op_tensor(c.op, c.text.args, n);
-        const orchard_tensor good = *out;
+        const orchard_tensor *out = orch_op_tensor(c.op, c.text.args, n);
         for (int32_t k = 0; k < c.op->operand_count; k++) {
             const orchard_tensor *other = orch_op_tensor(c.op, c.text.args, k);
-            const size_t element = orchard_dtype_size(good.dtype);
-            if (k == n || !orch_is_written(c.op->operands[n].role) || !orch_tensor_present(out) ||
-                !orch_tensor_extent(out) || !orch_tensor_extent(other) ||
-                other->data == out->data || orchard_dtype_size(other->dtype) % element) {
-                continue;
+            if (k != n && orch_is_written(c.op->operands[n].role) && orch_tensor_present(out) &&
+                orch_tensor_present(other) && orch_tensor_extent(out) &&
+                orch_tensor_extent(other)) {
+                for (int where = SAME; where <= JUST_AFTER; where++) {
+                    check_pair(at, ref, &c, n, k, (placement)where);
+                }
             }
-            /* Its last element on the other's first. */
-            out->data = (char *)other->data - orch_tensor_extent(out) + element;
-            if (out->data == other->data && c.op->operands[n].in_place) {
-                *out = good; /* one element: the very same view, which may be allowed */
-                continue;
-            }
-            room_refused(&c, ref, at, ORCHARD_ERROR_LAYOUT, "overlaps");
-            *out = good;
         }
     }
     room_free(&c);
 }
 
 /* ---- Splits ---------------------------------------------------------------------------------- */
+
+/* How many dimensions a '*' stands for, without the one that an option `dim` may name. */
+static inline int32_t leading_of(const room_call *c, int32_t n)
+{
+    const int32_t dims = (int32_t)orch_op_option_value(c->op, c->text.args, "dims");
+    int32_t leading = orch_op_tensor(c->op, c->text.args, n)->rank;
+    for (const char *sign = c->op->operands[n].shape; *sign; sign++) {
+        leading -= *sign == '*' ? 0 : *sign == '+' && dims > 1 ? dims : 1;
+    }
+    for (int32_t i = 0; i < c->op->option_count; i++) {
+        leading -= strcmp(c->op->options[i].name, "dim") == 0;
+    }
+    return leading;
+}
 
 static inline void halve(room_call *c, bool second)
 {
@@ -216,11 +339,10 @@ static inline void check_split(const room_place_of *at, orchard_ctx *ref, orchar
         if (splits && orch_is_written(info->role) && info->shape[0] != '*') {
             *tensor = (orchard_tensor){0};
         } else if (splits && orch_tensor_present(tensor) && info->shape[0] == '*') {
-            splits = tensor->rank > 1 && tensor->size[0] > 1;
+            splits = leading_of(&whole, n) > 0 && tensor->size[0] > 1;
         }
     }
     if (splits && room_ready(&parts, ref, at, 1)) {
-        memcpy(parts.text.args, whole.text.args, 0);
         for (int32_t n = 0; n < parts.op->operand_count; n++) {
             const orchard_operand_info *info = &parts.op->operands[n];
             if (orch_is_written(info->role) && info->shape[0] != '*') {
@@ -243,99 +365,80 @@ static inline void check_split(const room_place_of *at, orchard_ctx *ref, orchar
     room_free(&whole);
 }
 
-/* ---- Memory that runs out -------------------------------------------------------------------- */
-
-typedef struct room_allocator {
-    int64_t left; /* allocations until one fails; -1: none does */
-    int64_t living;
-} room_allocator;
-
-static inline void *room_alloc(void *user, void *ptr, size_t old_size, size_t new_size)
-{
-    room_allocator *a = user;
-    (void)old_size;
-    if (!new_size) {
-        a->living -= ptr != NULL;
-        free(ptr);
-        return NULL;
-    }
-    if (a->left == 0) {
-        return NULL;
-    }
-    a->left -= a->left > 0;
-    a->living += !ptr;
-    return realloc(ptr, new_size);
-}
-
-/* Whichever allocation fails, ref takes over with its own bits; nothing is left behind. */
-static inline void check_allocation(const room_place_of *at, orchard_ctx *ref)
-{
-    room_call c;
-    bool failed = true;
-    for (int64_t n = 0; failed && n < 200; n++) {
-        room_allocator a = {.left = -1};
-        orchard_ctx *ctx;
-        const orchard_ctx_opts opts = {
-            .backend = "cpu,ref", .threads = 2, .alloc = room_alloc, .alloc_user = &a};
-        if (!room_ready(&c, ref, at, 1)) {
-            return;
-        }
-        CHECK_INT(orchard_ctx_create(&ctx, &opts), ORCHARD_OK);
-        a.left = n;
-        const orchard_status status = orch_dispatch(ctx, c.op, c.text.args);
-        failed = a.left == 0;
-        room_expect(!status || status == ORCHARD_ERROR_MEMORY, at, "allocation %d: %s", (int)n,
-                    orchard_last_error());
-        room_expect(room_untouched(&c, status != ORCHARD_OK), at, "allocation %d", (int)n);
-        orchard_ctx_free(ctx);
-        room_expect(a.living == 0, at, "%d blocks are left", (int)a.living);
-        room_free(&c);
-    }
-    CHECK(!failed);
-}
-
 /* ---- Audit, record, explain ------------------------------------------------------------------ */
+
+/* Which output is changed, where, and whether it becomes a NaN. */
+static int32_t tampered;
+static int64_t tampered_element;
+static bool tampered_nan;
 
 static inline void room_tamper(const orch_call *call)
 {
-    for (int32_t n = 0; n < call->operand_count; n++) {
-        const orchard_tensor *tensor = call->operands[n].tensor;
-        if (orch_is_written(call->operands[n].role) && orch_tensor_present(tensor) &&
-            orch_tensor_extent(tensor)) {
-            orch_element_store(tensor->dtype, tensor->data, 0,
-                               orch_element_load(tensor->dtype, tensor->data, 0) * 1.5 + 1);
-            return;
-        }
-    }
+    const orchard_tensor *tensor = call->operands[tampered].tensor;
+    int64_t index[ORCHARD_MAX_RANK] = {0}, at = 0, next = 0, n = tampered_element;
+    double most = 1; /* any bound is a part of the largest number */
+    do {
+        const double x = fabs(orch_element_load(tensor->dtype, tensor->data, next));
+        most = isfinite(x) ? fmax(most, x) : most;
+        at = n-- >= 0 ? next : at;
+    } while (orch_tensor_next(tensor, index, &next));
+    const double x = orch_element_load(tensor->dtype, tensor->data, at);
+    const double wrong = isinf(x) ? 1 : x + (x < 0 ? -most : most);
+    orch_element_store(tensor->dtype, tensor->data, at, tampered_nan ? NAN : wrong);
 }
 
-/* A right call agrees, one whose first number was changed does not; strict makes that an error. */
-static inline void check_audit(const room_place_of *at, orchard_ctx *ref)
+static inline void check_one_audit(const room_place_of *at, orchard_ctx *ref, orchard_ctx *ctx,
+                                   bool wrong)
 {
-    setenv("ORCHARD_AUDIT", "1", 1);
-    for (int wrong = 0; wrong < 2; wrong++) {
-        room_call c;
-        orchard_ctx *ctx;
-        const orchard_ctx_opts opts = {.backend = "cpu", .threads = 2, .strict = 1};
-        if (!room_ready(&c, ref, at, 1)) {
-            break;
-        }
-        CHECK_INT(orchard_ctx_create(&ctx, &opts), ORCHARD_OK);
-        orch_audit_tamper = wrong ? room_tamper : NULL;
-        orchard_status status = orch_dispatch(ctx, c.op, c.text.args);
-        bool some = false;
-        for (int32_t n = 0; n < c.op->operand_count; n++) {
-            const orchard_tensor *out = orch_op_tensor(c.op, c.text.args, n);
-            some = some || (orch_is_written(c.op->operands[n].role) && orch_tensor_extent(out));
-        }
-        orch_audit_tamper = NULL;
-        const orchard_status expected = wrong && some ? ORCHARD_ERROR_INTERNAL : ORCHARD_OK;
-        room_expect(status == expected, at, "audit of a %s call: %d, %s", wrong ? "wrong" : "right",
-                    (int)status, orchard_last_error());
-        orchard_ctx_free(ctx);
-        room_free(&c);
+    room_call c;
+    char words[64] = "";
+    if (!room_ready(&c, ref, at, 1)) {
+        return;
     }
+    orch_audit_tamper = wrong ? room_tamper : NULL;
+    const orchard_status status = orch_dispatch(ctx, c.op, c.text.args);
+    orch_audit_tamper = NULL;
+    if (wrong) {
+        snprintf(words, sizeof words, "%s: audit: %s[", c.op->name, c.op->operands[tampered].name);
+    }
+    room_expect(status == (wrong ? ORCHARD_ERROR_INTERNAL : ORCHARD_OK) &&
+                    (!wrong || strncmp(orchard_last_error(), words, strlen(words)) == 0),
+                at, "audit of a %s call: %d, %s", wrong ? "wrong" : "right", (int)status,
+                orchard_last_error());
+    if (fixture_messages && status) {
+        printf("message: %s\n", orchard_last_error());
+    }
+    room_free(&c);
+}
+
+/* A right call agrees; one in which a number of any output was changed, at its ends or somewhere
+ * between, does not; strict makes that an error. */
+static inline void check_audit(const room_place_of *at, orchard_ctx *ref, const char *backend_name)
+{
+    room_call c;
+    orchard_ctx *ctx;
+    if (!room_ready(&c, ref, at, 1)) {
+        return;
+    }
+    setenv("ORCHARD_AUDIT", "1", 1);
+    CHECK_INT(orchard_ctx_create(
+                  &ctx, &(orchard_ctx_opts){.backend = backend_name, .threads = 2, .strict = 1}),
+              ORCHARD_OK);
     unsetenv("ORCHARD_AUDIT");
+    check_one_audit(at, ref, ctx, false);
+    for (tampered = 0; tampered < c.op->operand_count; tampered++) {
+        const orchard_tensor *out = orch_op_tensor(c.op, c.text.args, tampered);
+        if (orch_is_written(c.op->operands[tampered].role) && orch_tensor_present(out) &&
+            orch_tensor_extent(out)) {
+            for (int n = 0; n < 3; n++) {
+                tampered_element = n == 1 ? 7 : n ? INT64_MAX : 0;
+                tampered_nan = n == 1;
+                check_one_audit(at, ref, ctx, true);
+            }
+        }
+    }
+    orchard_ctx_free(ctx);
+    room_free(&c);
 }
 
 /* A recorded call runs again with the same bits. */
@@ -375,23 +478,13 @@ static inline void check_explain(const room_place_of *at, orchard_ctx *ref, orch
     if (!room_ready(&c, ref, at, 1)) {
         return;
     }
-    CHECK_INT(explained_ask(&e, ctx, c.op->name, c.text.args), ORCHARD_OK);
-    CHECK_INT(orch_dispatch(ctx, c.op, c.text.args), ORCHARD_OK);
-    explained_check(&e, takes, at->line);
+    orchard_status status = explained_ask(&e, ctx, c.op->name, c.text.args);
+    status = status ? status : orch_dispatch(ctx, c.op, c.text.args);
+    room_expect(!status, at, "explain or the call: %s", orchard_last_error());
+    if (!status) {
+        explained_check(&e, takes, at->line);
+    }
     room_free(&c);
-}
-
-/* All of them, on the CPU. */
-static inline void check_host(const room_place_of *at, orchard_ctx *ref)
-{
-    orchard_ctx *cpu = room_context("cpu,ref", NULL, 2);
-    check_misuse(at, ref);
-    check_overlap(at, ref);
-    check_allocation(at, ref);
-    check_audit(at, ref);
-    check_record(at, ref, cpu);
-    check_explain(at, ref, cpu, "cpu");
-    orchard_ctx_free(cpu);
 }
 
 #endif

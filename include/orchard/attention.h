@@ -85,6 +85,12 @@ typedef struct orchard_attention {
     double dropout;
     uint64_t seed;
     uint32_t dropout_offset;
+
+    /* Optional, shaped as lse and of its dtype: forward writes what lse lost when it was rounded,
+     * and backward reads it. A row's exact log-sum-exp is lse + lse_rest. Without it every
+     * probability of a row is off by lse's rounding, which is 6e-5 where scores are 1000. Only
+     * where lse is given, and for the backend that wrote it: another one rounds scores otherwise. */
+    orchard_tensor lse_rest;
 } orchard_attention;
 
 /* ---- Forward --------------------------------------------------------------------------------- */

@@ -24,7 +24,7 @@ extern "C" {
 /* ---- Version --------------------------------------------------------------------------------- */
 
 #define ORCHARD_VERSION_MAJOR 0
-#define ORCHARD_VERSION_MINOR 3
+#define ORCHARD_VERSION_MINOR 4
 #define ORCHARD_VERSION_PATCH 0
 
 /* This header's version as one number. orchard_ctx_create passes it to the library, so that a

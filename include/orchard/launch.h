@@ -34,9 +34,10 @@ extern "C" {
 typedef struct orchard_launch {
     const char *kernel; /* the function's name */
     /* The program's text: these pieces, one behind the other; pure ASCII, none is NULL. The first
-     * one holds the #defines that specialise it: where two plans of one library for one backend
-     * have the same `kernel` and the same source[0], all the other pieces are the same too. Local
-     * memory is declared in the text: there is none to set. */
+     * one holds the #defines that specialise it, in Metal's language behind its headers, whose
+     * names they must not meet: where two plans of one library for one backend have the same
+     * `kernel` and the same source[0], all the other pieces are the same too. Local memory is
+     * declared in the text: there is none to set. */
     const char *source[ORCHARD_SOURCE_PIECES];
     int64_t groups[3];
     int32_t threads; /* of each group, in one dimension: groups[0] * threads threads in all */

@@ -42,13 +42,21 @@ typedef struct orchard_operand_info {
     const char *shape;
     /* Its element type, words between slashes: "float" (f64, f32, f16 or bf16), "x" (that of the
      * operand x), "x/f32" (that of x, or f32; f64 stays f64), "wide" (f64 where the operation's
-     * first float operand is f64, f32 otherwise), "bool", "index" (i32 or i64). */
+     * first float operand is f64, f32 otherwise), "bool", "index" (i32 or i64). The first word is
+     * the usual one; an absent operand's does not count, and where none is left, this operand must
+     * be absent too. */
     const char *dtype;
     /* Inputs that this output may be, as the very same view: "x residual". NULL: none. */
     const char *in_place;
     /* How far rounding may carry an element of an output from its exact value: so many units in the
      * last place of the largest element. 0: the operation has a bound of its own. */
     int32_t ulps;
+
+    /* 1: not a tensor but a list: at `offset` lies a const orchard_tensor *, at `count_offset` an
+     * int64_t that says how many tensors it has, the same for all lists with that count. Sizes,
+     * dtypes and `in_place` go by place: the i-th of a list with the i-th of others. */
+    int32_t list;
+    size_t count_offset;
 } orchard_operand_info;
 
 typedef enum orchard_option_kind {
@@ -80,6 +88,14 @@ ORCHARD_API const orchard_option_info *orchard_op_option(const char *op, int32_t
  * input (dbias without bias) become absent; clear others that you do not want. Operations without
  * shapes in letters take what the call's own check would. */
 ORCHARD_API orchard_status orchard_op_outputs(orchard_ctx *ctx, const char *op, void *args);
+
+/* The call itself, by the operation's name: orchard_<op>(ctx, args). */
+ORCHARD_API orchard_status orchard_op_call(orchard_ctx *ctx, const char *op, const void *args);
+
+/* How many multiplications and additions the call is counted as; 0 where the operation counts none,
+ * since memory sets its speed. The call is checked as for orchard_explain. */
+ORCHARD_API orchard_status orchard_op_flops(orchard_ctx *ctx, const char *op, const void *args,
+                                            double *flops);
 
 #ifdef __cplusplus
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from orchard import UnsupportedError
-from orchard.torch import mps_attention
+from orchard.torch.attention import mps_attention
 from orchard_ops import flash_ops
 
 from . import metal

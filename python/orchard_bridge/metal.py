@@ -7,7 +7,7 @@ from typing import Optional
 
 import torch
 
-from orchard.torch import mps_attention
+from orchard.torch.attention import mps_attention
 from orchard.torch.mps import storage_is_shared
 
 __all__ = ["probe", "storage_is_shared", "why_not"]

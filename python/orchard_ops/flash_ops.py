@@ -11,9 +11,11 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from orchard.torch import autograd, batching, cpu, ops, tracing
-from orchard.torch.operands import TENSORS, new_seed, without_options
-from orchard.torch.outputs import DK, DQ, DV
+from orchard.torch import cpu, tracing
+from orchard.torch.attention import autograd, ops
+from orchard.torch.attention.operands import TENSORS, new_seed, without_options
+from orchard.torch.attention.outputs import DK, DQ, DV
+from orchard.torch.transforms import one_by_one, refuse_tangents
 
 from . import state as states
 from .state import Call
@@ -173,7 +175,8 @@ for _name in BACKWARDS:
     library.define(f"{_name}(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor dropout_mask, "
                    "float scale, float dropout_p, bool causal) -> (Tensor, Tensor, Tensor)")
     library.impl(_name, flash_attn_bwd, "CompositeExplicitAutograd")
-    ops.refuse_tangents(library, getattr(torch.ops.flash_attn_mps, _name).default)
+    refuse_tangents(library, getattr(torch.ops.flash_attn_mps, _name).default,
+                    "attention", "orchard.torch.scaled_dot_product_attention")
 
     @torch.library.register_fake(f"flash_attn_mps::{_name}", lib=library)
     def _fake(grad_out, q, k, v, dropout_mask, scale, dropout_p, causal):
@@ -202,4 +205,4 @@ library.impl(FORWARD, _forward_vmap, "FuncTorchVmapMode")
 
 @torch.library.register_vmap("flash_attn_mps::_seeded_fwd", lib=library)
 def _seeded_vmap(info, in_dims, *given):
-    return batching.one_by_one(seeded, info.batch_size, in_dims, given)
+    return one_by_one(seeded, info.batch_size, in_dims, given)

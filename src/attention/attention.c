@@ -9,13 +9,19 @@
 
 /* ---- Operands and options -------------------------------------------------------------------- */
 
-#define TENSOR(args, name, role, optional, dtype)                               \
-    {#name, ORCHARD_##role, optional, offsetof(orchard_attention_##args, name), \
-     NULL,  dtype,          NULL,     0}
+#define TENSOR(args, name, role, optional, dtype)        \
+    {#name,    ORCHARD_##role,                           \
+     optional, offsetof(orchard_attention_##args, name), \
+     NULL,     dtype,                                    \
+     NULL,     0,                                        \
+     0,        0}
 /* One of `attention`, the part that both args structs have. */
-#define SHARED(args, name, role, optional, dtype)                                         \
-    {#name, ORCHARD_##role, optional, offsetof(orchard_attention_##args, attention.name), \
-     NULL,  dtype,          NULL,     0}
+#define SHARED(args, name, role, optional, dtype)                  \
+    {#name,    ORCHARD_##role,                                     \
+     optional, offsetof(orchard_attention_##args, attention.name), \
+     NULL,     dtype,                                              \
+     NULL,     0,                                                  \
+     0,        0}
 #define INPUTS(args)                                                                           \
     SHARED(args, q, IN, 0, "float"), SHARED(args, k, IN, 0, "q"), SHARED(args, v, IN, 0, "q"), \
         SHARED(args, bias, IN, 1, "q/f32"), SHARED(args, mask, IN, 1, "bool"),                 \
@@ -27,15 +33,22 @@
 static const orchard_operand_info forward_operands[] = {
     TENSOR(forward_args, out, OUT, 0, "q"),
     TENSOR(forward_args, lse, OUT, 1, "wide"),
+    SHARED(forward_args, lse_rest, OUT, 1, "wide"),
     INPUTS(forward_args),
 };
 
 static const orchard_operand_info backward_operands[] = {
-    TENSOR(backward_args, dq, OUT, 1, "q"),         TENSOR(backward_args, dk, OUT, 1, "q"),
-    TENSOR(backward_args, dv, OUT, 1, "q"),         TENSOR(backward_args, dbias, OUT, 1, "bias"),
-    TENSOR(backward_args, dsinks, OUT, 1, "sinks"), TENSOR(backward_args, dout, IN, 0, "q"),
-    TENSOR(backward_args, dlse, IN, 1, "wide"),     TENSOR(backward_args, out, IN, 0, "q"),
-    TENSOR(backward_args, lse, IN, 0, "wide"),      INPUTS(backward_args),
+    TENSOR(backward_args, dq, OUT, 1, "q"),
+    TENSOR(backward_args, dk, OUT, 1, "q"),
+    TENSOR(backward_args, dv, OUT, 1, "q"),
+    TENSOR(backward_args, dbias, OUT, 1, "bias"),
+    TENSOR(backward_args, dsinks, OUT, 1, "sinks"),
+    TENSOR(backward_args, dout, IN, 0, "q"),
+    TENSOR(backward_args, dlse, IN, 1, "wide"),
+    TENSOR(backward_args, out, IN, 0, "q"),
+    TENSOR(backward_args, lse, IN, 0, "wide"),
+    SHARED(backward_args, lse_rest, IN, 1, "wide"),
+    INPUTS(backward_args),
 };
 
 #define OPTION(args, name, kind) \
@@ -54,8 +67,9 @@ static const orchard_option_info backward_options[] = {OPTIONS(backward_args)};
 #define LAYOUTS(args)                                                      \
     {                                                                      \
         {1, offsetof(orchard_attention_##args, attention.dropout_offset)}, \
+            {100, offsetof(orchard_attention_##args, attention.lse_rest)}, \
         {                                                                  \
-            100, sizeof(orchard_attention_##args)                          \
+            400, sizeof(orchard_attention_##args)                          \
         }                                                                  \
     }
 static const orch_layout forward_layouts[] = LAYOUTS(forward_args);
@@ -83,6 +97,35 @@ static void tuning_class(const void *problem, char *text, size_t bytes)
              p->causal ? "causal" : "full");
 }
 
+/* ---- Work ------------------------------------------------------------------------------------ */
+
+/* Pairs of query and key that meet; those that a mask takes out are counted. */
+static double pairs(const orch_attention *p)
+{
+    double seen = 0;
+    for (int64_t b = 0; b < p->B && orch_attention_has_queries(p); b++) {
+        const orch_sequence s = orch_attention_sequence(p, b);
+        for (int64_t i = 0; i < s.T; i++) {
+            int64_t lo, hi;
+            orch_attention_range(p, &s, i, &lo, &hi);
+            seen += (double)(hi - lo);
+        }
+    }
+    return seen * (double)p->H;
+}
+
+static double forward_flops(const void *problem)
+{
+    const orch_attention *p = problem;
+    return pairs(p) * (double)(2 * p->D + 2 * p->E);
+}
+
+static double backward_flops(const void *problem)
+{
+    const orch_attention *p = problem;
+    return pairs(p) * (double)(6 * p->D + 4 * p->E);
+}
+
 /* ---- Sizes of outputs ------------------------------------------------------------------------ */
 
 static void become(orchard_tensor *output, orchard_dtype dtype, int32_t rank, const int64_t *size)
@@ -100,13 +143,18 @@ static orchard_status forward_outputs(const orch_op *op, void *caller_args)
     orchard_attention_forward_args *args = caller_args;
     const orchard_tensor *q = &args->attention.q, *v = &args->attention.v;
     int64_t size[ORCHARD_MAX_RANK];
-    const bool ranked = q->rank >= 1 && q->rank <= ORCHARD_MAX_RANK && v->rank == q->rank;
-    if (!ranked) {
-        return orch_fail(ORCHARD_ERROR_SHAPE, "%s: q has rank %d and v has %d, must be 3 or 4",
-                         op->name, (int)q->rank, (int)v->rank);
+    if (q->rank != 3 && q->rank != 4) {
+        return orch_fail(ORCHARD_ERROR_SHAPE, "%s: q has rank %d, must be 3 or 4", op->name,
+                         (int)q->rank);
+    }
+    if (v->rank != q->rank) {
+        return orch_fail(ORCHARD_ERROR_SHAPE, "%s: v has rank %d, must be %d as q", op->name,
+                         (int)v->rank, (int)q->rank);
     }
     memcpy(size, q->size, sizeof size);
-    become(&args->lse, q->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32, q->rank - 1, size);
+    const orchard_dtype wide = q->dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32;
+    become(&args->lse, wide, q->rank - 1, size);
+    become(&args->attention.lse_rest, wide, q->rank - 1, size);
     size[q->rank - 1] = v->size[q->rank - 1];
     become(&args->out, q->dtype, q->rank, size);
     return ORCHARD_OK;
@@ -147,6 +195,8 @@ const orch_op orch_attention_forward_op = {
     .outputs = forward_outputs,
     .audit = orch_attention_forward_audit,
     .tuning_class = tuning_class,
+    .flops = forward_flops,
+    .log = orch_attention_log,
 };
 
 const orch_op orch_attention_backward_op = {
@@ -161,18 +211,18 @@ const orch_op orch_attention_backward_op = {
     .outputs = backward_outputs,
     .audit = orch_attention_backward_audit,
     .tuning_class = tuning_class,
+    .flops = backward_flops,
+    .log = orch_attention_log,
 };
 
 orchard_status orchard_attention_forward(orchard_ctx *ctx,
                                          const orchard_attention_forward_args *args)
 {
-    const orch_op *op = &orch_attention_forward_op;
-    return orch_attention_log(ctx, op, orch_dispatch(ctx, op, args));
+    return orch_op_call(ctx, &orch_attention_forward_op, args);
 }
 
 orchard_status orchard_attention_backward(orchard_ctx *ctx,
                                           const orchard_attention_backward_args *args)
 {
-    const orch_op *op = &orch_attention_backward_op;
-    return orch_attention_log(ctx, op, orch_dispatch(ctx, op, args));
+    return orch_op_call(ctx, &orch_attention_backward_op, args);
 }

@@ -30,7 +30,7 @@ typedef struct orch_attention {
     int64_t total_t, total_s; /* rows of q and k: B * T and B * S, or those of the packed tensors */
     orchard_dtype dtype;
 
-    orch_view q, k, v, out, lse;
+    orch_view q, k, v, out, lse, lse_rest;
     orch_view dq, dk, dv, dbias, dsinks, dout, dlse;
     orch_view bias, mask, alibi, sinks;
     int64_t bias_size[4]; /* each 1 or full */
@@ -110,10 +110,20 @@ static inline bool orch_attention_has_keys(const orch_attention *p)
 
 /* Backward rebuilds probabilities as exp(s - lse), which passes lse's rounding on to all of a row.
  * From this size on that would show: backward goes by the row's own sum of powers then, made
- * anew. */
+ * anew. With lse_rest it is the rounding of two numbers together. */
 static inline bool orch_lse_is_coarse(const orch_attention *p, double lse)
 {
-    return isfinite(lse) && fabs(lse) >= (p->dtype == ORCHARD_F64 ? 0x1p39 : 0x1p10);
+    const double alone = p->dtype == ORCHARD_F64 ? 0x1p39 : 0x1p10;
+    const double both = p->dtype == ORCHARD_F64 ? 0x1p53 : 0x1p24;
+    return isfinite(lse) && fabs(lse) >= (p->lse_rest.present ? both : alone);
+}
+
+/* lse_rest of a row, 0 where there is none and where lse is not finite. */
+static inline double orch_lse_rest(const orch_attention *p, double lse, int64_t at)
+{
+    return p->lse_rest.present && isfinite(lse)
+               ? orch_element_load(p->lse_rest.dtype, p->lse_rest.data, at)
+               : 0;
 }
 
 /* Whether the sum made anew is the one that lse tells of: within some units in the last place. It

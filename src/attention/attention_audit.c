@@ -58,11 +58,15 @@ static void judge_forward(const place *at, int64_t i, softmax *x, orch_audit_rep
         return;
     }
     const double value = load(&p->lse, query_row(at, &p->lse, i));
+    const double off = whole_off < 0.5 ? 2 * whole_off + c * (1 + fabs(lse)) : INFINITY;
     if (x->whole == 0) {
         orch_audit_exact(&report->of[1], index, value, -INFINITY);
     } else {
-        const double off = whole_off < 0.5 ? 2 * whole_off + c * (1 + fabs(lse)) : INFINITY;
         judge(at->a, &report->of[1], index, value, lse, off);
+    }
+    if (p->lse_rest.present) {
+        const double rest = load(&p->lse_rest, query_row(at, &p->lse_rest, i));
+        judge(at->a, &report->of[2], index, rest, 0, x->whole == 0 ? 0 : off);
     }
 }
 
@@ -97,6 +101,9 @@ void orch_attention_forward_audit(const orch_call *call, uint64_t seed, int64_t 
     orch_audit_begin(report, "out", a.p->out.dtype, 4);
     if (a.p->lse.present) {
         orch_audit_begin(report, "lse", a.p->lse.dtype, 4);
+    }
+    if (a.p->lse_rest.present) {
+        orch_audit_begin(report, "lse_rest", a.p->lse_rest.dtype, 4);
     }
     each_query(&a, report, forward_row);
 }

@@ -31,6 +31,7 @@ static void load_query(const place *at, int64_t i, query *x)
     load_row(x->dout, &p->dout, query_row(at, &p->dout, i), p->E);
     load_row(out, &p->out, query_row(at, &p->out, i), p->E);
     x->lse = load(&p->lse, query_row(at, &p->lse, i));
+    x->lse += orch_lse_rest(p, x->lse, query_row(at, &p->lse_rest, i));
     x->delta = dot(x->dout, out, p->E, &x->delta_sizes);
     if (isnan(x->delta) && sees_nothing(at, i)) {
         /* A 0 there hides whatever dout holds. */

@@ -331,6 +331,19 @@ static orchard_status check_inputs(orch_expected *e, const orchard_attention *in
     return check_options(e, in, p);
 }
 
+static orchard_status check_lse(const orch_expected *e, const orchard_tensor *lse,
+                                const orchard_attention *in, orch_attention *p)
+{
+    if (has(lse)) {
+        ORCH_TRY(orch_view_lse(e, "lse", lse, p, &p->lse));
+    }
+    if (has(&in->lse_rest) && !has(lse)) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: lse_rest is given without lse", e->op);
+    }
+    return has(&in->lse_rest) ? orch_view_lse(e, "lse_rest", &in->lse_rest, p, &p->lse_rest)
+                              : ORCHARD_OK;
+}
+
 /* ---- Forward --------------------------------------------------------------------------------- */
 
 orchard_status orch_attention_forward_check(const orch_op *op, const void *caller_args,
@@ -344,10 +357,7 @@ orchard_status orch_attention_forward_check(const orch_op *op, const void *calle
     ORCH_TRY(orch_view_rows_of(&e, "out", &args->out, &p->out,
                                (int64_t[]){e.packed ? 1 : p->B, p->H, rows, p->E}));
     ORCH_TRY(orch_require_dtype(&e, "out", &p->out, p->dtype));
-    if (has(&args->lse)) {
-        ORCH_TRY(orch_view_lse(&e, "lse", &args->lse, p, &p->lse));
-    }
-    return ORCHARD_OK;
+    return check_lse(&e, &args->lse, &args->attention, p);
 }
 
 /* ---- Backward -------------------------------------------------------------------------------- */
@@ -433,7 +443,7 @@ orchard_status orch_attention_backward_check(const orch_op *op, const void *call
                          e.op);
     }
     ORCH_TRY(check_gradient_rows(&e, args, p));
-    ORCH_TRY(orch_view_lse(&e, "lse", &args->lse, p, &p->lse));
+    ORCH_TRY(check_lse(&e, &args->lse, &args->attention, p));
     if (has(&args->dlse)) {
         ORCH_TRY(orch_view_lse(&e, "dlse", &args->dlse, p, &p->dlse));
     }

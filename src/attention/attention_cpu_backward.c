@@ -195,9 +195,9 @@ static void store_sink_terms(const orch_attention_cpu_plan *plan, const orch_att
         const double sink =
             orch_element_load(p->sinks.dtype, p->sinks.data, n->head[lane] * p->sinks.head);
         const double lse = lse_of(p, task, n, lane);
-        /* A sum made anew has the sink in it as a real. */
-        const double logit =
-            orch_lse_is_coarse(p, lse) ? (double)(real)to_log2(sink) : to_log2(sink);
+        /* A sum made anew has the sink in it as a real, and so has forward's exact one. */
+        const bool as_real = p->lse_rest.present || orch_lse_is_coarse(p, lse);
+        const double logit = as_real ? (double)(real)to_log2(sink) : to_log2(sink);
         const double x = (logit - (double)hi[lane]) - (double)lo[lane];
         /* Not above 1, whatever lse was given, and 1 where both are +inf. */
         power[lane] = x > 0 || (sink == lse && isinf(lse)) ? 0 : (real)x;

@@ -57,13 +57,6 @@ static raw_rows raw_tile(const orch_attention_task *task, const orch_view *view,
     return (raw_rows){view->data + at * size, view->row * size, view->dtype};
 }
 
-/* Rows of reals seen as raw rows: where mask or bias may have made zeros of a hidden key. */
-static raw_rows raw_of(key_rows rows)
-{
-    return (raw_rows){(const char *)rows.data, rows.stride * (int64_t)sizeof(real),
-                      sizeof(real) == 4 ? ORCHARD_F32 : ORCHARD_F64};
-}
-
 static forward_tile forward_tile_at(const orch_attention *p, const orch_attention_task *task,
                                     forward_state *state, bool by_rows, int64_t from, int64_t to)
 {
@@ -117,6 +110,27 @@ static void forward_panel(const orch_attention *p, const orch_attention_task *ta
     }
 }
 
+/* lse of one lane: m in units of log 2, and the natural logarithm of the sum. What is lost when it
+ * becomes a real goes to lse_rest, if that is wanted. */
+static void store_lse(const orch_attention *p, const orch_attention_task *task, const panel *n,
+                      int lane, double m, double logarithm)
+{
+    const int64_t i = task->sequence.row_q + n->query[lane];
+    const double product = m * LN2, sum = product + logarithm, part = sum - product;
+    const real lse = (real)sum;
+    store_row(p->lse.data + orch_row(&p->lse, task->b, n->head[lane], i) * (int64_t)sizeof(real),
+              p->lse.dtype, 1, &lse, 1);
+    if (p->lse_rest.present) {
+        const double low =
+            fma(m, LN2, -product) + m * LN2_REST + ((product - (sum - part)) + (logarithm - part));
+        const double exact = (sum - (double)lse) + low;
+        const real rest = isfinite(exact) ? (real)exact : 0;
+        store_row(p->lse_rest.data +
+                      orch_row(&p->lse_rest, task->b, n->head[lane], i) * (int64_t)sizeof(real),
+                  p->lse_rest.dtype, 1, &rest, 1);
+    }
+}
+
 /* Normalises one panel's o and stores rows of out and lse. o is [E][PANEL]. */
 static void store_panel(const orch_attention *p, const orch_attention_task *task, const panel *n,
                         const real *o, const real *m, const real *l)
@@ -135,12 +149,7 @@ static void store_panel(const orch_attention *p, const orch_attention_task *task
         orch_log_all(logs, PANEL);
     }
     for (int lane = 0; lane < n->lanes && p->lse.present; lane++) {
-        const int64_t i = task->sequence.row_q + n->query[lane];
-        const real lse =
-            l[lane] == 0 ? -(real)INFINITY : (real)((double)m[lane] * LN2 + logs[lane]);
-        store_row(p->lse.data +
-                      orch_row(&p->lse, task->b, n->head[lane], i) * (int64_t)sizeof(real),
-                  p->lse.dtype, 1, &lse, 1);
+        store_lse(p, task, n, lane, (double)m[lane], l[lane] == 0 ? -INFINITY : logs[lane]);
     }
 }
 

@@ -5,6 +5,7 @@
 #ifndef ORCH_ATTENTION_CPU_GRADIENT_H
 #define ORCH_ATTENTION_CPU_GRADIENT_H
 
+#include "attention/attention_cpu_rows.h"
 #include "attention/attention_cpu_softmax.h"
 
 typedef struct gradient_state {
@@ -58,6 +59,12 @@ static double lse_of(const orch_attention *p, const orch_attention_task *task, c
                              orch_row(&p->lse, task->b, n->head[lane], i));
 }
 
+static int64_t lse_rest_at(const orch_attention *p, const orch_attention_task *task, const panel *n,
+                           int lane)
+{
+    return orch_row(&p->lse_rest, task->b, n->head[lane], task->sequence.row_q + n->query[lane]);
+}
+
 /* lse of one panel, in two parts. Lanes not in use, and rows that see nothing, get +inf: P is 0
  * then. The latter are marked fully_masked: whatever their q, dout and dlse hold, they take part in
  * nothing. True if any lse is too coarse. */
@@ -75,7 +82,9 @@ static bool panel_lse(const orch_attention *p, const orch_attention_task *task,
         if (lane < n->lanes && !n->fully_masked[lane]) {
             hi[lane] = (real)to_log2(lse);
             if (fabs(lse * LOG2E) <= REAL_MAX) {
-                lo[lane] = (real)(fma(lse, LOG2E, -(double)hi[lane]) + lse * LOG2E_REST);
+                const double rest = orch_lse_rest(p, lse, lse_rest_at(p, task, n, lane));
+                lo[lane] =
+                    (real)(fma(lse, LOG2E, -(double)hi[lane]) + lse * LOG2E_REST + rest * LOG2E);
             }
             coarse = coarse || orch_lse_is_coarse(p, lse);
         }
@@ -97,8 +106,8 @@ static void panel_refine(const orch_attention_cpu_plan *plan, const orch_attenti
     for (int64_t from = n->lo; from < n->hi; from += plan->block_keys) {
         const int64_t to = from + plan->block_keys < n->hi ? from + plan->block_keys : n->hi;
         const key_rows k = key_tile(p, task, &p->k, p->D, from, to, state->k);
-        panel_scores(state->p, p, task, n, k, state->q + index * p->D * PANEL, from, to,
-                     state->block, NULL);
+        backward_scores(state->p, p, task, n, k, k, state->q + index * p->D * PANEL, from, to,
+                        state->block, NULL);
         softmax_block(state->p, to - from, m, l, unused, n->vectors);
     }
     for (int lane = 0; lane < PANEL; lane++) {
@@ -123,8 +132,18 @@ static real dlse_of(const orch_attention *p, const orch_attention_task *task, co
     return p->dlse.present ? (real)orch_element_load(p->dlse.dtype, p->dlse.data, at) : 0;
 }
 
-/* Marks rows that see nothing where their lse cannot tell, since it is the sink: those of which
- * something is not finite, the others do no harm. True if there are any. */
+static bool sees_nothing(const orch_attention *p, const orch_attention_task *task, const panel *n,
+                         int lane)
+{
+    int64_t j = n->lane_lo[lane];
+    while (j < n->lane_hi[lane] && pair_is_hidden(p, task->b, n->head[lane], n->query[lane], j)) {
+        j++;
+    }
+    return j == n->lane_hi[lane];
+}
+
+/* Marks rows that see nothing where their lse cannot tell, since it is the sink or that of a larger
+ * softmax: those of which something is not finite, the others do no harm. True if there are any. */
 static bool mark_fully_masked(const orch_attention *p, const orch_attention_task *task,
                               gradient_state *state, int64_t index)
 {
@@ -143,15 +162,10 @@ static bool mark_fully_masked(const orch_attention *p, const orch_attention_task
         v_store(sums + c, sum);
     }
     for (int lane = 0; lane < n->lanes; lane++) {
-        int64_t j = n->lane_lo[lane];
         if (n->fully_masked[lane] || sums[lane] + dlse_of(p, task, n, lane) * 0 == 0) {
             continue;
         }
-        while (j < n->lane_hi[lane] &&
-               pair_is_hidden(p, task->b, n->head[lane], n->query[lane], j)) {
-            j++;
-        }
-        n->fully_masked[lane] = j == n->lane_hi[lane];
+        n->fully_masked[lane] = sees_nothing(p, task, n, lane);
         any = any || n->fully_masked[lane];
     }
     return any;
@@ -173,9 +187,13 @@ static void panel_delta(const orch_attention *p, const orch_attention_task *task
     }
     v_store(delta, sum[0]);
     v_store(delta + VW, sum[1]);
-    for (int lane = 0; lane < n->lanes && p->dlse.present; lane++) {
+    for (int lane = 0; lane < n->lanes; lane++) {
         if (!n->fully_masked[lane]) {
             delta[lane] -= dlse_of(p, task, n, lane);
+        }
+        /* An out that is not finite comes in here alone, and 0 times it would be NaN. */
+        if (!isfinite(delta[lane]) && sees_nothing(p, task, n, lane)) {
+            delta[lane] = 0;
         }
     }
 }
@@ -192,7 +210,7 @@ static void gradient_start(const orch_attention_cpu_plan *plan, const orch_atten
         do {
             panel_pack(state->q + n * p->D * PANEL, at, &p->q, task, p->D, query_scale(p));
             panel_pack(state->dout + n * p->E * PANEL, at, &p->dout, task, p->E, 1);
-        } while (p->sinks.present && mark_fully_masked(p, task, state, n));
+        } while (mark_fully_masked(p, task, state, n));
         if (coarse) {
             panel_refine(plan, task, state, n);
         }
@@ -257,8 +275,8 @@ static void panel_gradient(const orch_attention *p, const orch_attention_task *t
     const real *dout = state->dout + index * p->E * PANEL, *delta = state->delta + index * PANEL;
     const int64_t keys = j1 - j0;
     real *keep = p->dropout > 0 ? state->block : NULL;
-    panel_scores(prob, p, task, n, k, state->q + index * p->D * PANEL, j0, j1, state->block,
-                 p->softcap > 0 ? state->slopes : NULL);
+    backward_scores(prob, p, task, n, k, v, state->q + index * p->D * PANEL, j0, j1, state->block,
+                    p->softcap > 0 ? state->slopes : NULL);
     int64_t j = 0;
     for (; j + 2 <= keys; j += 2) {
         probability_rows(prob + j * PANEL, 2, hi, lo);

@@ -1,6 +1,6 @@
-/* The two products of forward for a panel of very few queries, as in decoding: with so few lanes in
- * use, vectors run along the head instead, and K and V are read once, in their own dtype, as fast
- * as memory gives them. */
+/* Products for a panel of very few queries, as in decoding: with so few lanes in use, vectors run
+ * along the head instead, and forward reads K and V once, in their own dtype, as fast as memory
+ * gives them. Backward makes the same scores, so that they fit lse to the last bit. */
 #ifndef ORCH_ATTENTION_CPU_ROWS_H
 #define ORCH_ATTENTION_CPU_ROWS_H
 
@@ -14,6 +14,14 @@ typedef struct raw_rows {
     int64_t stride; /* bytes */
     orchard_dtype dtype;
 } raw_rows;
+
+/* Rows of reals seen as raw rows: where mask or bias may have made zeros of a hidden key, and in
+ * backward. */
+static inline raw_rows raw_of(key_rows rows)
+{
+    return (raw_rows){(const char *)rows.data, rows.stride * (int64_t)sizeof(real),
+                      sizeof(real) == 4 ? ORCHARD_F32 : ORCHARD_F64};
+}
 
 /* How far ahead rows of k are asked for. */
 #define ROWS_AHEAD 8
@@ -119,8 +127,8 @@ static void row_scores(real *scores, raw_rows k, raw_rows v, const real *q, int6
 #undef BODY
 }
 
-static void row_sums(real *sums, raw_rows v, const real *weights, int64_t E, int64_t keys,
-                     int lanes)
+static inline void row_sums(real *sums, raw_rows v, const real *weights, int64_t E, int64_t keys,
+                            int lanes)
 {
     int64_t e = 0;
     for (; e + 2 * VW <= E; e += 2 * VW) {
@@ -157,9 +165,24 @@ static void row_score_product(real *scores, raw_rows k, raw_rows v, const real *
     row_scores(scores, k, v, rows, D, E, keys, lanes);
 }
 
+/* Scores of the panel against keys [j0, j1), whose rows of k and v start at `k` and `v`: those of
+ * forward, bit by bit. */
+static inline void backward_scores(real *scores, const orch_attention *p,
+                                   const orch_attention_task *task, const panel *n, key_rows k,
+                                   key_rows v, const real *q, int64_t j0, int64_t j1, real *block,
+                                   real *slopes)
+{
+    if (!rows_suit(p, n)) {
+        panel_scores(scores, p, task, n, k, q, j0, j1, block, slopes);
+        return;
+    }
+    row_score_product(scores, raw_of(k), raw_of(v), q, p->D, p->E, j1 - j0, n->lanes);
+    score_options(scores, p, task, n, j0, j1, block, slopes);
+}
+
 /* o[e][lane] = o[e][lane] * factor + sum, like weighted_rows. */
-static void row_weighted_rows(real *o, raw_rows v, const real *weights, const real factor[PANEL],
-                              int64_t E, int64_t keys, int lanes)
+static inline void row_weighted_rows(real *o, raw_rows v, const real *weights,
+                                     const real factor[PANEL], int64_t E, int64_t keys, int lanes)
 {
     real sums[ROWS_MAX_LANES * ORCH_ATTENTION_MAX_HEAD_SIZE];
     row_sums(sums, v, weights, E, keys, lanes);

@@ -9,7 +9,8 @@
  * A framework's BLAS chooses the order of a sum, and where the scale goes is its own affair too: so
  * there are four variants, and how much they are off by tells more than one of them, which may be
  * exact by luck. Bit 0: sums run from the last term to the first. Bit 1: the scale is multiplied
- * with q alone, not its root with q and with k. */
+ * with q alone, not its root with q and with k. Bit 2: a score's error counts as it
+ * reaches a softmax, by 1 - P: not at all where one key takes a whole row. */
 #ifndef ATTENTION_FORMULA_H
 #define ATTENTION_FORMULA_H
 
@@ -31,6 +32,23 @@ static inline double round_to(orchard_dtype dtype, double x)
     default:
         return x;
     }
+}
+
+/* The distance from x to the next number of this dtype. */
+static inline double ulp(orchard_dtype dtype, double x)
+{
+    const int digits = dtype == ORCHARD_F64   ? 53
+                       : dtype == ORCHARD_F32 ? 24
+                       : dtype == ORCHARD_F16 ? 11
+                                              : 8;
+    const int lowest = dtype == ORCHARD_F64   ? -1074
+                       : dtype == ORCHARD_F32 ? -149
+                       : dtype == ORCHARD_F16 ? -24
+                                              : -133;
+    int exponent;
+    frexp(x, &exponent);
+    exponent -= digits;
+    return ldexp(1, x == 0 || exponent < lowest ? lowest : exponent);
 }
 
 /* One head of one batch element, and its matrices. */
@@ -312,7 +330,8 @@ static inline double score_size(const formula *f, int64_t i, int64_t j)
     for (int64_t d = 0; d < f->D; d++) {
         product += fabs(f->q[i * f->D + d] * f->k[j * f->D + d]);
     }
-    return f->p->c.softcap > 0 ? size : fmax(size, 1 + product);
+    size = f->p->c.softcap > 0 ? size : fmax(size, 1 + product);
+    return f->variant & 4 ? 1 + (1 - f->probability[i * f->S + j]) * (size - 1) : size;
 }
 
 static inline double gradient_terms(const formula *f, int64_t i, int64_t j, double through,

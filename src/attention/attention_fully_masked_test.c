@@ -235,6 +235,76 @@ static void rows_given_as_fully_masked(void)
     }
 }
 
+/* Rows that see nothing here and something in another part of a larger softmax: their lse is
+ * finite, and what they hold is none of these keys' business. */
+static void check_rows_of_other_parts(attention_case c, int way)
+{
+    static const operand names[] = {Q, DOUT, DLSE, OUT};
+    problem p, clean;
+    problem_make(&clean, &c, 23);
+    hide_rows(&clean, way);
+    CHECK_INT(orchard_attention_forward(tested, &clean.forward), ORCHARD_OK);
+    fill_fully_masked_rows(&clean, way, LSE, 1.5);
+    CHECK_INT(orchard_attention_backward(tested, &clean.backward), ORCHARD_OK);
+    CHECK_INT(fully_masked_gradients(&clean, way), 0);
+    for (int n = 0; n < 4 * 2; n++) {
+        int64_t unequal = 0;
+        problem_make(&p, &c, 23);
+        hide_rows(&p, way);
+        CHECK_INT(orchard_attention_forward(tested, &p.forward), ORCHARD_OK);
+        fill_fully_masked_rows(&p, way, LSE, 1.5);
+        fill_fully_masked_rows(&p, way, names[n % 4], n / 4 ? INFINITY : NAN);
+        CHECK_INT(orchard_attention_backward(tested, &p.backward), ORCHARD_OK);
+        for (int name = DQ; name < DSINKS; name++) {
+            const box *x = &p.box[name], *y = &clean.box[name];
+            for (int64_t e = 0; x->present && e < box_elements(x); e++) {
+                unequal += !(box_nth(x, e) == box_nth(y, e));
+            }
+        }
+        if (unequal) {
+            CHECK_FAIL("way %d, %s, sinks %d, T %d: %g in %s of rows of other parts changes %lld",
+                       way, orchard_dtype_name(c.dtype), c.sinks, (int)c.T, n / 4 ? INFINITY : NAN,
+                       operand_names[names[n % 4]], (long long)unequal);
+        } else {
+            check_passed++;
+        }
+        problem_free(&p);
+    }
+    problem_free(&clean);
+}
+
+static void fully_masked_rows_with_a_finite_lse(void)
+{
+    const orchard_dtype dtypes[] = {ORCHARD_F32, ORCHARD_BF16, ORCHARD_F64};
+    for (int way = 0; way < WAYS; way++) {
+        for (int n = 0; n < 3 * 2 * 2; n++) {
+            const bool plain = n / 3 % 2; /* without bias: kernels for that are others */
+            attention_case c = fully_masked_case(way, dtypes[n % 3], 0, plain ? NULL : "BHTS");
+            c.gradients &= plain ? ~GRAD_BIAS : ~0;
+            c.softcap = plain ? 0 : c.softcap;
+            c.lse_rest = n % 2;
+            if ((way == BY_BIAS && plain) || (on_device && c.dtype == ORCHARD_F64)) {
+                continue;
+            }
+            if (n / 6) { /* heads share a panel; few queries of many keys are split */
+                c.T = way == BY_CAUSAL || way == BY_WINDOW ? 7 : 3;
+                c.S = way == BY_CAUSAL || way == BY_WINDOW ? 2 : 1100;
+            }
+            check_rows_of_other_parts(c, way);
+        }
+    }
+    attention_case packed = {.name = "packed, rows of other parts",
+                             CASE_SHAPE(2, 4, 2, 24, 13, 8, 8),
+                             .dtype = ORCHARD_F32,
+                             .packed = 1,
+                             .causal = 1,
+                             .align = ORCHARD_BOTTOM_RIGHT,
+                             .dlse = 1,
+                             .lengths_t = {24, 0},
+                             .lengths_s = {13, 9}};
+    check_rows_of_other_parts(packed, BY_CAUSAL);
+}
+
 /* ---- Dropout --------------------------------------------------------------------------------- */
 
 /* A probability of 1 drops every pair: no sum of what is large can overflow. */
@@ -638,6 +708,7 @@ static const named_check checks[] = {
     {"fully_masked_rows", fully_masked_rows_take_part_in_nothing},
     {"larger_softmax", fully_masked_rows_of_a_larger_softmax},
     {"given_as_fully_masked", rows_given_as_fully_masked},
+    {"finite_lse", fully_masked_rows_with_a_finite_lse},
     {"all_dropped", everything_is_dropped},
     {"threshold", word_equals_the_threshold},
     {"ties", ties_go_to_even},

@@ -67,6 +67,7 @@ enum {
     FLAG_KEY_LENGTHS_64 = 1 << 16,
     FLAG_CU_Q_64 = 1 << 17,
     FLAG_CU_K_64 = 1 << 18,
+    FLAG_LSE_REST = 1 << 19,
     /* What needs more than ranges of keys. */
     FLAGS_FULL = FLAG_MASK | FLAG_BIAS | FLAG_ALIBI | FLAG_SOFTCAP | FLAG_DROPOUT | FLAG_SINKS
 };
@@ -191,6 +192,7 @@ static int64_t flags_of(const orch_attention *p)
     flags |= p->dropout > 0 ? FLAG_DROPOUT : 0;
     flags |= p->sinks.present ? FLAG_SINKS : 0;
     flags |= p->lse.present ? FLAG_LSE : 0;
+    flags |= p->lse_rest.present ? FLAG_LSE_REST : 0;
     flags |= p->dlse.present ? FLAG_DLSE : 0;
     flags |= p->dk.present ? FLAG_DK : 0;
     flags |= p->dv.present ? FLAG_DV : 0;
@@ -297,10 +299,15 @@ static const char *begin_forward(orch_gpu_plan *plan, const orch_attention *p,
                                  const orch_device_caps *caps, sizes *n)
 {
     const orch_view *const views[] = {
-        [ORCH_FORWARD_OUT] = &p->out,     [ORCH_FORWARD_LSE] = &p->lse,
-        [ORCH_FORWARD_Q] = &p->q,         [ORCH_FORWARD_K] = &p->k,
-        [ORCH_FORWARD_V] = &p->v,         [ORCH_FORWARD_BIAS] = &p->bias,
-        [ORCH_FORWARD_MASK] = &p->mask,   [ORCH_FORWARD_ALIBI] = &p->alibi,
+        [ORCH_FORWARD_OUT] = &p->out,
+        [ORCH_FORWARD_LSE] = &p->lse,
+        [ORCH_FORWARD_LSE_REST] = &p->lse_rest,
+        [ORCH_FORWARD_Q] = &p->q,
+        [ORCH_FORWARD_K] = &p->k,
+        [ORCH_FORWARD_V] = &p->v,
+        [ORCH_FORWARD_BIAS] = &p->bias,
+        [ORCH_FORWARD_MASK] = &p->mask,
+        [ORCH_FORWARD_ALIBI] = &p->alibi,
         [ORCH_FORWARD_SINKS] = &p->sinks,
     };
     return begin(plan, p, caps, views, ORCH_FORWARD_OPERANDS, n);
@@ -361,10 +368,11 @@ static const char *begin_backward(orch_gpu_plan *plan, const orch_attention *p,
         [ORCH_BACKWARD_DV] = &p->dv,         [ORCH_BACKWARD_DBIAS] = &p->dbias,
         [ORCH_BACKWARD_DSINKS] = &p->dsinks, [ORCH_BACKWARD_DOUT] = &p->dout,
         [ORCH_BACKWARD_DLSE] = &p->dlse,     [ORCH_BACKWARD_OUT] = &p->out,
-        [ORCH_BACKWARD_LSE] = &p->lse,       [ORCH_BACKWARD_Q] = &p->q,
-        [ORCH_BACKWARD_K] = &p->k,           [ORCH_BACKWARD_V] = &p->v,
-        [ORCH_BACKWARD_BIAS] = &p->bias,     [ORCH_BACKWARD_MASK] = &p->mask,
-        [ORCH_BACKWARD_ALIBI] = &p->alibi,   [ORCH_BACKWARD_SINKS] = &p->sinks,
+        [ORCH_BACKWARD_LSE] = &p->lse,       [ORCH_BACKWARD_LSE_REST] = &p->lse_rest,
+        [ORCH_BACKWARD_Q] = &p->q,           [ORCH_BACKWARD_K] = &p->k,
+        [ORCH_BACKWARD_V] = &p->v,           [ORCH_BACKWARD_BIAS] = &p->bias,
+        [ORCH_BACKWARD_MASK] = &p->mask,     [ORCH_BACKWARD_ALIBI] = &p->alibi,
+        [ORCH_BACKWARD_SINKS] = &p->sinks,
     };
     return begin(plan, p, caps, views, ORCH_BACKWARD_OPERANDS, n);
 }

@@ -6,6 +6,7 @@
 #include <float.h>
 
 #include "attention/attention_checks.h"
+#include "attention/attention_formula.h"
 
 static orchard_ctx *reference;
 
@@ -170,7 +171,10 @@ static void check_far(const attention_case *c, double far)
     problem p;
     make_far(&p, c, far);
     CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
-    CHECK_NEAR(off_from_one(&p), 0, c->dtype == ORCHARD_BF16 ? 2e-3 : 2e-6);
+    CHECK_NEAR(off_from_one(&p), 0,
+               c->dtype == ORCHARD_BF16  ? 2e-3
+               : c->dtype == ORCHARD_F64 ? 1e-14
+                                         : 2e-6);
     problem_free(&p);
 }
 
@@ -230,20 +234,30 @@ static void far_lse_of_others(void)
 }
 
 /* Without options, by q alone: kernels for that are others. One key takes nearly all of a row, and
- * scores have the same bits wherever they are made. */
+ * scores have the same bits wherever they are made. With lse_rest the size of scores does not
+ * matter, nor in fp64. */
 static void rows_far_by_queries(void)
 {
-    static const double magnitudes[] = {3e3, 1e5, 1e9};
+    static const double magnitudes[] = {30, 3e3, 1e5, 1e9};
     static const attention_case cases[] = {
         {"far by q", 0, FAR_SHAPE(37, 130)},
         {"far by q, packed", 0, CASE_SHAPE(1, 4, 2, 37, 130, 20, 8), .dtype = ORCHARD_F32,
          .packed = 1, .lengths_t = {37}, .lengths_s = {130}},
         {"far by q, heads of 100", 0, CASE_SHAPE(1, 2, 2, 40, 70, 100, 100), .dtype = ORCHARD_F32},
+        {"far by q, few queries", 0, FAR_SHAPE(2, 70)},
     };
-    for (size_t n = 0; n < 3 * sizeof cases / sizeof *cases; n++) {
-        attention_case c = cases[n / 3];
-        c.magnitude = magnitudes[n % 3];
+    for (size_t n = 0; n < 4 * sizeof cases / sizeof *cases; n++) {
+        attention_case c = cases[n / 4];
+        c.magnitude = magnitudes[n % 4];
+        c.lse_rest = 1;
         check_far(&c, 0);
+        c.dtype = on_device ? c.dtype : ORCHARD_F64;
+        check_far(&c, 0);
+        c.dtype = ORCHARD_F32;
+        c.lse_rest = 0;
+        if (c.magnitude > 1000) {
+            check_far(&c, 0);
+        }
     }
 }
 
@@ -268,6 +282,120 @@ static void probabilities_follow_the_given_lse(void)
         CHECK_NEAR(box_get(&p.box[DV], b, 0, 0, 0), given < 1 ? given : 1, 2e-6);
     }
     problem_free(&p);
+}
+
+/* ---- Gradients, with lse_rest ---------------------------------------------------------------- */
+
+static void draw_uniform(problem *p, operand name, double most, uint64_t *state)
+{
+    for (int64_t n = 0; n < box_elements(&p->box[name]); n++) {
+        box_set_nth(&p->box[name], n, ((double)(draw_bits(state) >> 11) * 0x1p-52 - 1) * most);
+    }
+}
+
+/* Each gradient within twice the explicit formula's error (of four variants the one that is
+ * furthest off) and 4 ulp of its largest element. Allowed are what the rounded out alone makes of
+ * fp64, and one rounding of each score and of the terms that cancel in dP - delta: the formula is
+ * exact there by luck. An lse of one number is not within this bar: it is off for the whole row,
+ * also where one key takes all of it. */
+static void check_gradient(const problem *p, const problem *exact, const problem *given,
+                           operand name, const formula *plain, double magnitude)
+{
+    const box *x = &p->box[name];
+    double error = 0, formula_error = 0, given_error = 0, largest = 0, terms = 0;
+    for (int64_t n = 0; n < box_elements(x); n++) {
+        const double truth = box_nth(&exact->box[name], n), off = fabs(box_nth(x, n) - truth);
+        error = off <= error ? error : off;
+        largest = fmax(largest, fabs(truth));
+        const double from_out = round_to(x->dtype, box_nth(&given->box[name], n));
+        given_error = fmax(given_error, fabs(from_out - truth));
+        for (int variant = 0; variant < FORMULA_VARIANTS; variant++) {
+            formula_error = fmax(formula_error, fabs(plain[variant].result[name][n] - truth));
+            terms = fmax(terms, plain[variant].terms[name][n]);
+        }
+    }
+    double bar = 2 * formula_error + 4 * ulp(x->dtype, largest) + 8 * FLT_MIN * magnitude;
+    bar += given_error + ulp(ORCHARD_F32, terms);
+    if (error <= bar) {
+        check_passed++;
+    } else {
+        CHECK_FAIL("%s, %s, q and k up to %g: %s is off by %.3g, bar %.3g (formula off by %.3g, "
+                   "given out by %.3g, largest value %.3g, terms %.3g)",
+                   p->c.name, orchard_dtype_name(p->c.dtype), magnitude, operand_names[name], error,
+                   bar, formula_error, given_error, largest, terms);
+    }
+}
+
+static void check_gradients(const attention_case *c, double magnitude)
+{
+    problem p, exact, given;
+    formula plain[FORMULA_VARIANTS];
+    uint64_t state = (uint64_t)magnitude;
+    problem_make(&p, c, 41);
+    draw_uniform(&p, Q, magnitude, &state);
+    draw_uniform(&p, K, magnitude, &state);
+    for (int64_t h = 0; h < c->H && c->sinks; h++) { /* where the largest scores are */
+        const double score = magnitude * magnitude * sqrt((double)c->D) / 3;
+        box_set(&p.box[SINKS], 0, h, 0, 0, score * (1 + 0.25 * (double)h));
+    }
+    problem_upcast(&exact, &p);
+    CHECK_INT(problem_run(&exact, reference), ORCHARD_OK);
+    CHECK_INT(problem_run(&p, tested), ORCHARD_OK);
+    problem_upcast(&given, &p);
+    CHECK_INT(orchard_attention_forward(reference, &given.forward), ORCHARD_OK);
+    for (int64_t n = 0; n < box_elements(&p.box[OUT]); n++) {
+        box_set_nth(&given.box[OUT], n, box_nth(&p.box[OUT], n));
+    }
+    CHECK_INT(orchard_attention_backward(reference, &given.backward), ORCHARD_OK);
+    for (int variant = 0; variant < FORMULA_VARIANTS; variant++) {
+        formula_run(&plain[variant], &p, ORCHARD_F32, variant | 4);
+    }
+    for (operand name = DQ; name < OPERANDS; name++) {
+        if (p.box[name].present) {
+            check_gradient(&p, &exact, &given, name, plain, magnitude);
+        }
+    }
+    for (int variant = 0; variant < FORMULA_VARIANTS; variant++) {
+        formula_free(&plain[variant]);
+    }
+    problem_free(&given);
+    problem_free(&exact);
+    problem_free(&p);
+}
+
+#define REST_SHAPE(t, s) CASE_SHAPE(2, 4, 2, t, s, 8, 8), .lse_rest = 1
+
+static void gradients_with_the_rest(void)
+{
+    static const orchard_dtype dtypes[] = {ORCHARD_F32, ORCHARD_F16, ORCHARD_BF16};
+    static const double magnitudes[] = {3, 9, 30, 100, 1000};
+    static const attention_case cases[] = {
+        {"rest", 0, CASE_SHAPE(4, 4, 4, 3, 6, 8, 8), .lse_rest = 1},
+        {"rest, many rows", 0, REST_SHAPE(70, 200)},
+        {"rest, causal", 0, REST_SHAPE(40, 50), .causal = 1, .dlse = 1},
+        {"rest, bias", 0, REST_SHAPE(40, 50), .bias = "BHTS", .gradients = 15},
+        {"rest, repeated bias", 0, REST_SHAPE(40, 50), .bias = "11TS", .mask = "B1TS",
+         .gradients = 15},
+        {"rest, sinks", 0, REST_SHAPE(40, 50), .sinks = 1, .gradients = 23},
+        {"rest, alibi", 0, REST_SHAPE(40, 50), .alibi = 1},
+        {"rest, soft cap", 0, REST_SHAPE(40, 50), .softcap = 700},
+        {"rest, dropout", 0, REST_SHAPE(40, 50), .dropout = 0.3, .seed = 8},
+        {"rest, lengths", 0, REST_SHAPE(40, 50), .has_key_lengths = 1, .key_lengths = {50, 13}},
+        {"rest, window", 0, REST_SHAPE(40, 50), .has_window = 1, .window_left = 9,
+         .window_right = 3, .align = ORCHARD_BOTTOM_RIGHT},
+        {"rest, packed", 0, CASE_SHAPE(2, 4, 2, 40, 50, 8, 8), .lse_rest = 1, .packed = 1,
+         .lengths_t = {40, 17}, .lengths_s = {33, 50}},
+        {"rest, few queries", 0, REST_SHAPE(2, 1100)},
+        {"rest, columns apart", 0, REST_SHAPE(40, 50), .layout = LAYOUT_SLICED},
+        {"rest, few keys", 0, REST_SHAPE(40, 3)},
+    };
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
+        for (int kind = 0; kind < 3 * 5; kind++) {
+            attention_case c = cases[n];
+            c.dtype = dtypes[kind % 3];
+            check_gradients(&c, magnitudes[kind / 3]);
+        }
+    }
 }
 
 /* Queries of 0 see all keys alike, whatever the scale. */
@@ -321,6 +449,7 @@ static const named_check checks[] = {
     {"large_bias", rows_far_from_zero},
     {"far_queries", rows_far_by_queries},
     {"others_lse", far_lse_of_others},
+    {"gradients", gradients_with_the_rest},
     {"given_lse", probabilities_follow_the_given_lse},
     {"zero_queries", zero_queries_of_a_huge_scale},
     {"largest_scales", largest_scales},

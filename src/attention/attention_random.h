@@ -149,6 +149,7 @@ static inline void draw_gradients(attention_case *c, uint64_t *state)
     c->dlse = draw_once_in(state, 4);
     c->gradients = draw_once_in(state, 3) ? (int)draw_below(state, 32) : 31;
     c->gradients &= (c->bias ? ~0 : ~GRAD_BIAS) & (c->sinks ? ~0 : ~GRAD_SINKS);
+    c->lse_rest = draw_below(state, 2) != 0;
 }
 
 static inline attention_case random_case(uint64_t seed, int64_t index, int64_t max_size,

@@ -164,6 +164,21 @@ static double largest_logit(const place *at, int64_t i, int64_t lo, int64_t hi)
 
 /* ---- Forward --------------------------------------------------------------------------------- */
 
+/* The sum of two numbers, and what its rounding took. */
+static void store_lse(const place *at, int64_t i, double largest, double denominator)
+{
+    const orch_attention *p = at->p;
+    const int64_t lse_at = query_row(at, &p->lse, i);
+    const double logarithm = log(denominator), sum = largest + logarithm, part = sum - largest;
+    const double low = (largest - (sum - part)) + (logarithm - part);
+    orch_element_store(p->lse.dtype, p->lse.data, lse_at, denominator == 0 ? -INFINITY : sum);
+    if (p->lse_rest.present) {
+        const double rest = (sum - load(&p->lse, lse_at)) + low;
+        orch_element_store(p->lse_rest.dtype, p->lse_rest.data, query_row(at, &p->lse_rest, i),
+                           isfinite(rest) ? rest : 0);
+    }
+}
+
 static void forward_row(const place *at, int64_t i)
 {
     const orch_attention *p = at->p;
@@ -184,8 +199,7 @@ static void forward_row(const place *at, int64_t i)
     store_row(&p->out, query_row(at, &p->out, i), sum, denominator == 0 ? 0 : 1 / denominator,
               p->E);
     if (p->lse.present) {
-        orch_element_store(p->lse.dtype, p->lse.data, query_row(at, &p->lse, i),
-                           denominator == 0 ? -INFINITY : largest + log(denominator));
+        store_lse(at, i, largest, denominator);
     }
 }
 
@@ -227,12 +241,15 @@ typedef struct row {
     double delta;
 } row;
 
-/* top + rest are lse; where that is too coarse, the largest logit and the logarithm of its sum. */
+/* top + rest are lse and its rest; where they are too coarse, the largest logit and the logarithm of
+ * its sum. */
 static row make_row(const place *at, int64_t i)
 {
     const orch_attention *p = at->p;
     const double lse = load(&p->lse, query_row(at, &p->lse, i));
-    row found = {.top = lse, .delta = delta(at, i)};
+    row found = {.top = lse,
+                 .rest = orch_lse_rest(p, lse, query_row(at, &p->lse_rest, i)),
+                 .delta = delta(at, i)};
     if (orch_lse_is_coarse(p, lse)) {
         int64_t lo, hi;
         double slope;

@@ -81,23 +81,6 @@ static const char *order_words(void)
 
 /* ---- Values ---------------------------------------------------------------------------------- */
 
-/* The distance from x to the next number of this dtype. */
-static double ulp(orchard_dtype dtype, double x)
-{
-    const int digits = dtype == ORCHARD_F64   ? 53
-                       : dtype == ORCHARD_F32 ? 24
-                       : dtype == ORCHARD_F16 ? 11
-                                              : 8;
-    const int lowest = dtype == ORCHARD_F64   ? -1074
-                       : dtype == ORCHARD_F32 ? -149
-                       : dtype == ORCHARD_F16 ? -24
-                                              : -133;
-    int exponent;
-    frexp(x, &exponent);
-    exponent -= digits;
-    return ldexp(1, x == 0 || exponent < lowest ? lowest : exponent);
-}
-
 /* What one output was measured to be off by, and what it is judged with. */
 typedef struct measured {
     double error;   /* max|X - X64| */
@@ -157,7 +140,7 @@ static void judge(const measured *m, operand n, orchard_dtype dtype)
     const double rounding =
         dtype == ORCHARD_F64 ? ulp(ORCHARD_F64, m->terms) : ulp(ORCHARD_F32, m->terms) / 2;
     const double bar = strict + m->given + rounding;
-    tally *t = &tallies[n <= LSE ? 0 : 1];
+    tally *t = &tallies[n < DQ ? 0 : 1];
     t->outputs++;
     if (m->error > strict) {
         t->given += m->error <= strict + m->given;
@@ -178,18 +161,25 @@ static void judge(const measured *m, operand n, orchard_dtype dtype)
     }
 }
 
-/* fp64's backward for the out and lse that the tested backend made. */
+/* fp64's backward for the out and lse that the tested backend made, lse with its rest if there is
+ * one. */
 static void run_given(problem *given, const problem *p)
 {
     problem_upcast(given, p);
-    for (int name = OUT; name <= LSE; name++) {
-        for (int64_t n = 0; n < box_elements(&p->box[name]); n++) {
+    for (int name = OUT; name <= LSE_REST; name++) {
+        for (int64_t n = 0; p->box[name].present && n < box_elements(&p->box[name]); n++) {
             box_set_nth(&given->box[name], n, box_nth(&p->box[name], n));
         }
     }
     if (p->has_backward && orchard_attention_backward(reference, &given->backward)) {
         CHECK_FAIL("%s: ref: %s", label, orchard_last_error());
     }
+}
+
+/* lse_rest shows in the gradients. */
+static bool is_judged(const problem *p, int name)
+{
+    return p->box[name].present && name != LSE_REST;
 }
 
 /* Asks one variant of the formula after the other, until all outputs are within the strict bar. */
@@ -202,7 +192,7 @@ static void ask_formula(measured *m, const problem *p, const problem *exact)
         beyond = false;
         for (int n = OUT; n < OPERANDS; n++) {
             const box *x = &p->box[n];
-            if (x->present) {
+            if (is_judged(p, n)) {
                 measure_formula(&m[n], x, &exact->box[n], f.result[n], f.terms[n]);
                 beyond = beyond || m[n].error > strict_bar(&m[n], x->dtype);
             }
@@ -223,15 +213,15 @@ static void check_values(const problem *p)
     run_given(&given, p);
     for (int n = OUT; n < OPERANDS; n++) {
         /* out and lse are no function of themselves: there, given is exact. */
-        const box *y = n <= LSE ? &exact.box[n] : &given.box[n];
+        const box *y = n < DQ ? &exact.box[n] : &given.box[n];
         comparable =
-            comparable && (!p->box[n].present ||
+            comparable && (!is_judged(p, n) ||
                            measure_output(&m[n], operand_names[n], &p->box[n], &exact.box[n], y));
     }
     if (comparable) {
         ask_formula(m, p, &exact);
         for (int n = OUT; n < OPERANDS; n++) {
-            if (p->box[n].present) {
+            if (is_judged(p, n)) {
                 judge(&m[n], (operand)n, p->box[n].dtype);
             }
         }
@@ -358,7 +348,7 @@ static orchard_status run_element(const problem *p, orchard_ctx *ctx, int64_t b)
     orchard_attention a = p->forward.attention;
     a.q = slice(&x[Q], b), a.k = slice(&x[K], b), a.v = slice(&x[V], b);
     a.bias = slice(&x[BIAS], b), a.mask = slice(&x[MASK], b), a.alibi = slice(&x[ALIBI], b);
-    a.key_lengths = slice(&x[KEY_LENGTHS], b);
+    a.key_lengths = slice(&x[KEY_LENGTHS], b), a.lse_rest = slice(&x[LSE_REST], b);
     const orchard_tensor out = slice(&x[OUT], b), lse = slice(&x[LSE], b);
     const orchard_attention_forward_args forward = {.out = out, .lse = lse, .attention = a};
     const orchard_attention_backward_args backward = {.dq = slice(&x[DQ], b),

@@ -68,6 +68,7 @@ typedef enum operand {
     DLSE, /* inputs */
     OUT,
     LSE,
+    LSE_REST,
     DQ,
     DK,
     DV,
@@ -79,8 +80,8 @@ typedef enum operand {
 static const char *const operand_names[OPERANDS] = {
     "q",     "k",     "v",           "bias",         "mask",
     "alibi", "sinks", "key_lengths", "cu_seqlens_q", "cu_seqlens_k",
-    "dout",  "dlse",  "out",         "lse",          "dq",
-    "dk",    "dv",    "dbias",       "dsinks"};
+    "dout",  "dlse",  "out",         "lse",          "lse_rest",
+    "dq",    "dk",    "dv",          "dbias",        "dsinks"};
 
 typedef struct box {
     bool present;
@@ -220,8 +221,7 @@ static inline int case_gradients(const attention_case *c)
  * v, dout not as out. */
 static inline attention_layout layout_of(const attention_case *c, operand name)
 {
-    return c->layout == LAYOUT_MIXED ? (attention_layout)((name + name / DV) % LAYOUT_QKV)
-                                     : c->layout;
+    return c->layout == LAYOUT_MIXED ? (attention_layout)(name % LAYOUT_QKV) : c->layout;
 }
 
 /* The boxes with q's or k's rows. */
@@ -246,12 +246,13 @@ static inline void place_rows(problem *p)
                 {DLSE, c->H, t, 1, c->dlse},
                 {OUT, c->H, t, c->E, true},
                 {LSE, c->H, t, 1, true},
+                {LSE_REST, c->H, t, 1, c->lse_rest},
                 {DQ, c->H, t, c->D, wanted & GRAD_Q},
                 {DK, c->G, s, c->D, wanted & GRAD_K},
                 {DV, c->G, s, c->E, wanted & GRAD_V}};
     for (size_t n = 0; n < sizeof rows / sizeof *rows; n++) {
         const operand name = rows[n].name;
-        const bool is_lse = name == LSE || name == DLSE;
+        const bool is_lse = name == LSE || name == LSE_REST || name == DLSE;
         /* Only k and v can be repeated: q repeated would say nothing new. */
         const bool repeats = name == K || name == V || c->layout != LAYOUT_REPEATED;
         if (rows[n].present) {
@@ -381,7 +382,8 @@ static inline void connect(problem *p)
                                  .softcap = c->softcap,
                                  .dropout = c->dropout,
                                  .seed = c->seed,
-                                 .dropout_offset = c->dropout_offset};
+                                 .dropout_offset = c->dropout_offset,
+                                 .lse_rest = x[LSE_REST].tensor};
     p->forward = (orchard_attention_forward_args){
         .out = x[OUT].tensor, .lse = x[LSE].tensor, .attention = a};
     p->backward = (orchard_attention_backward_args){.dq = x[DQ].tensor,

@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stdalign.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "core/context.h"
@@ -14,13 +15,13 @@ const char orch_audit_deviates[] = "audit: deviates from ref";
 int64_t orch_audit_rows = ORCH_AUDIT_ROWS;
 void (*orch_audit_tamper)(const struct orch_call *call);
 
-/* Binary digits, the exponent of the smallest number, and of the first one that is too large. */
+/* Binary digits, the exponent of the smallest number, and of the first one that is too large. Half
+ * of one for whole numbers, and any other than the right one is too far off. */
 static const struct {
     int digits, lowest, highest;
-} formats[] = {[ORCHARD_F64] = {53, -1074, 1024},
-               [ORCHARD_F32] = {24, -149, 128},
-               [ORCHARD_F16] = {11, -24, 16},
-               [ORCHARD_BF16] = {8, -133, 128}};
+} formats[] = {[ORCHARD_F64] = {53, -1074, 1024}, [ORCHARD_F32] = {24, -149, 128},
+               [ORCHARD_F16] = {11, -24, 16},     [ORCHARD_BF16] = {8, -133, 128},
+               [ORCHARD_I64] = {64, -1, 1024},    [ORCHARD_I32] = {64, -1, 1024}};
 
 double orch_audit_ulp(orchard_dtype dtype, double x)
 {
@@ -103,7 +104,7 @@ const orch_audit_output *orch_audit_worst(const orch_audit_report *report)
 /* The call with outputs of its own. What it overwrote is there again as it was before. */
 typedef struct repeated {
     alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE], problem[ORCH_MAX_PROBLEM_SIZE];
-    orch_operand operands[ORCH_MAX_OPERANDS];
+    orch_operands operands;
     orch_copies outputs;
 } repeated;
 
@@ -111,9 +112,12 @@ static bool prepare(repeated *r, const orch_call *call)
 {
     orchard_ctx *ctx = call->ctx;
     memcpy(r->args, call->args, sizeof r->args);
-    orch_operands_list(call->op, r->args, r->operands);
+    if (orch_operands_make(ctx, call->op, r->args, &r->operands) ||
+        orch_copies_make(ctx, call->op, call->operand_count, &r->outputs)) {
+        return false;
+    }
     for (int32_t i = 0; i < call->operand_count; i++) {
-        orch_operand *operand = &r->operands[i];
+        orch_operand *operand = &r->operands.of[i];
         void *before = call->before ? call->before->of[i].data : NULL;
         if (before) {
             operand->tensor->data = before;
@@ -121,21 +125,23 @@ static bool prepare(repeated *r, const orch_call *call)
         if (!orch_is_written(operand->role) || !orch_tensor_present(operand->tensor)) {
             continue;
         }
+        /* Without a copy from before the call it has not run: all is as it was. */
+        const void *held = operand->role == ORCHARD_INOUT ? operand->tensor->data : before;
         const size_t bytes = orch_tensor_extent(operand->tensor) + 1;
         void *made = r->outputs.of[i].data = ctx->alloc(ctx->alloc_user, NULL, 0, bytes);
         if (!made) {
             return false;
         }
         r->outputs.of[i].bytes = bytes;
-        if (before) {
-            memcpy(made, before, bytes - 1);
+        if (held) {
+            memcpy(made, held, bytes - 1);
         }
         operand->tensor->data = made;
     }
     return call->op->check(call->op, r->args, r->problem) == ORCHARD_OK;
 }
 
-static void compare_output(const orchard_tensor *value, const orchard_tensor *expected,
+static void compare_tensor(const orchard_tensor *value, const orchard_tensor *expected,
                            int32_t ulps, orch_audit_output *output)
 {
     int64_t index[ORCHARD_MAX_RANK] = {0}, at = 0;
@@ -153,6 +159,30 @@ static void compare_output(const orchard_tensor *value, const orchard_tensor *ex
         orch_audit_element(output, index, orch_element_load(value->dtype, value->data, at),
                            orch_element_load(expected->dtype, expected->data, at), rounding);
     } while (orch_tensor_next(value, index, &at));
+}
+
+/* One output of the report for all tensors of a list: what is told of is the worst of them. */
+static void compare_output(orch_audit_report *report, const orch_operand *value,
+                           const orch_operand *expected)
+{
+    orch_audit_report one = {0};
+    orch_audit_output *found =
+        orch_audit_begin(&one, value->name, value->tensor->dtype, value->tensor->rank);
+    orch_audit_output *all = report->count ? &report->of[report->count - 1] : NULL;
+    compare_tensor(value->tensor, expected->tensor, value->info->ulps, found);
+    if (value->info->list) {
+        snprintf(found->list_place, sizeof found->list_place, "[%d]", (int)value->element);
+    }
+    if (!all || all->operand != value->name) {
+        report->of[report->count++] = *found;
+        return;
+    }
+    const int64_t judged = all->judged + found->judged, beyond = all->beyond + found->beyond;
+    const double deviation = fmax(all->deviation, found->deviation);
+    if (found->share > all->share) {
+        *all = *found;
+    }
+    all->judged = judged, all->beyond = beyond, all->deviation = deviation;
 }
 
 /* False: there is no memory for its scratch. */
@@ -181,25 +211,22 @@ bool orch_audit_by_ref(const orch_call *call, orch_audit_report *report)
         return false;
     }
     memset(r, 0, sizeof *r);
-    r->outputs.ctx = ctx;
+    r->operands.ctx = r->outputs.ctx = ctx;
     bool done = prepare(r, call);
     if (done) {
         orch_call again = *call;
         again.args = r->args;
         again.problem = r->problem;
-        again.operands = r->operands;
+        again.operands = r->operands.of;
         done = run_ref(&again);
         for (int32_t i = 0; done && i < call->operand_count; i++) {
             if (r->outputs.of[i].data) {
-                compare_output(call->operands[i].tensor, r->operands[i].tensor,
-                               call->op->operands[i].ulps,
-                               orch_audit_begin(report, call->operands[i].name,
-                                                call->operands[i].tensor->dtype,
-                                                call->operands[i].tensor->rank));
+                compare_output(report, &call->operands[i], &r->operands.of[i]);
             }
         }
     }
     orch_copies_free(&r->outputs);
+    orch_operands_free(&r->operands);
     ctx->alloc(ctx->alloc_user, r, sizeof *r, 0);
     return done;
 }

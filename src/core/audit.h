@@ -30,7 +30,8 @@ typedef struct orch_audit_output {
     double deviation;       /* largest |X - X64| */
     double share;           /* largest |X - X64| / bound: more than 1 is wrong */
     int64_t index[ORCHARD_MAX_RANK];
-    int32_t rank; /* of the index */
+    int32_t rank;        /* of the index */
+    char list_place[16]; /* "[17]": which tensor of a list; "" where it is none */
     double value, expected, bound;
 } orch_audit_output;
 

@@ -26,7 +26,7 @@ static const char was_lost[] = "the device was lost";
 typedef struct call_state {
     alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE];
     alignas(max_align_t) unsigned char problem[ORCH_MAX_PROBLEM_SIZE];
-    orch_operand operands[ORCH_MAX_OPERANDS];
+    orch_operands operands;
     orch_copies copies;
     orch_copies before; /* what inputs held that the call overwrites; only where a watch asks */
     orch_call call;
@@ -67,24 +67,26 @@ static orchard_status check(call_state *j)
 /* Copies and checks the args; j->copies is to be freed whatever happens. */
 static orchard_status start(call_state *j, orchard_ctx *ctx, const orch_op *op, const void *args)
 {
-    j->copies = (orch_copies){.ctx = ctx};
-    j->before = (orch_copies){.ctx = ctx};
+    j->copies.of = j->before.of = NULL;
+    j->operands.block = NULL;
     j->on_host = false;
+    j->order = ctx->backends;
+    j->wanted = false;
+    j->watch = ctx->watch;
     orch_args_import(ctx, j->args, args, op->layouts, op->layout_count);
-    const int32_t count = orch_operands_list(op, j->args, j->operands);
+    ORCH_TRY(orch_op_check(op, j->args));
+    ORCH_TRY(orch_operands_make(ctx, op, j->args, &j->operands));
+    const int32_t count = j->operands.count;
     j->call = (orch_call){.ctx = ctx,
                           .op = op,
                           .args = j->args,
                           .problem = j->problem,
-                          .operands = j->operands,
+                          .operands = j->operands.of,
                           .operand_count = count};
-    j->order = ctx->backends;
-    j->wanted = false;
-    j->watch = ctx->watch;
-    ORCH_TRY(orch_op_check(op, j->args));
-    ORCH_TRY(orch_operands_locate(op->name, j->operands, count, &j->copies));
+    ORCH_TRY(orch_copies_make(ctx, op, count, &j->copies));
+    ORCH_TRY(orch_operands_locate(op->name, j->operands.of, count, &j->copies));
     ORCH_TRY(check(j));
-    ORCH_TRY(orch_operands_check(op, j->operands, count));
+    ORCH_TRY(orch_operands_check(ctx, op, j->operands.of, count));
     if (j->watch) {
         j->story[0] = 0;
         if (j->watch->route && orch_route_order(j->watch->route, &j->call, j->routed)) {
@@ -98,6 +100,7 @@ static void finish(call_state *j)
 {
     orch_copies_free(&j->copies);
     orch_copies_free(&j->before);
+    orch_operands_free(&j->operands);
 }
 
 /* One line more for the record; what does not fit is left out. */
@@ -122,8 +125,8 @@ static orchard_status fetch(call_state *j)
     if (j->on_host) {
         return ORCHARD_OK;
     }
-    ORCH_TRY(orch_operands_fetch(j->call.op->name, j->operands, j->call.operand_count, &j->copies,
-                                 &moved));
+    ORCH_TRY(orch_operands_fetch(j->call.op->name, j->operands.of, j->call.operand_count,
+                                 &j->copies, &moved));
     if (moved) {
         ORCH_TRY(check(j));
     }
@@ -137,8 +140,9 @@ static orchard_status keep_before(call_state *j)
     if (!j->watch || !(j->watch->audit_every || j->watch->record)) {
         return ORCHARD_OK;
     }
+    ORCH_TRY(orch_copies_make(j->call.ctx, j->call.op, j->call.operand_count, &j->before));
     j->call.before = &j->before;
-    return orch_operands_keep(j->call.op, j->operands, j->call.operand_count, &j->before);
+    return orch_operands_keep(j->call.op, j->operands.of, j->call.operand_count, &j->before);
 }
 
 /* ---- One backend's try ----------------------------------------------------------------------- */
@@ -286,9 +290,9 @@ static orchard_status deviation(call_state *j, const orch_audit_output *worst)
                          worst->index[i]);
     }
     return orch_fail(ORCHARD_ERROR_INTERNAL,
-                     "%s: audit: %s[%s] is %g on %s, ref says %g, the bound is %g",
-                     j->call.op->name, worst->operand, place, worst->value, j->call.backend->name,
-                     worst->expected, worst->bound);
+                     "%s: audit: %s%s[%s] is %g on %s, ref says %g, the bound is %g",
+                     j->call.op->name, worst->operand, worst->list_place, place, worst->value,
+                     j->call.backend->name, worst->expected, worst->bound);
 }
 
 /* A call that ran is judged by its outputs; one whose operands cannot be read is not. */
@@ -353,9 +357,9 @@ static orchard_status record(call_state *j, const char *path)
         status = orch_record_write(j->call.ctx, path,
                                    &(orch_recording){.op = j->call.op,
                                                      .args = j->args,
-                                                     .operands = j->operands,
+                                                     .operands = j->operands.of,
                                                      .operand_count = j->call.operand_count,
-                                                     .before = &j->before,
+                                                     .before = j->call.before,
                                                      .story = j->story});
     }
     return status;
@@ -406,6 +410,22 @@ orchard_status orch_dispatch(orchard_ctx *ctx, const orch_op *op, const void *ar
         orch_message_restore(before);
     }
     return status;
+}
+
+orchard_status orch_op_call(orchard_ctx *ctx, const orch_op *op, const void *args)
+{
+    const orchard_status status = orch_dispatch(ctx, op, args);
+    return op->log ? op->log(ctx, op, status) : status;
+}
+
+orchard_status orchard_op_call(orchard_ctx *ctx, const char *name, const void *args)
+{
+    const orch_op *op;
+    if (!name) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "op_call: op is NULL");
+    }
+    ORCH_TRY(orch_op_find("op_call", name, &op));
+    return orch_op_call(ctx, op, args);
 }
 
 /* ---- Explain, and other questions about a call ----------------------------------------------- */
@@ -481,6 +501,26 @@ orchard_status orchard_tune_class(orchard_ctx *ctx, const char *op, const void *
     if (!status) {
         orch_route_class(found, j.problem, class);
         snprintf(text, bytes, "%s", class);
+    }
+    finish(&j);
+    return status;
+}
+
+orchard_status orchard_op_flops(orchard_ctx *ctx, const char *op, const void *args, double *flops)
+{
+    call_state j;
+    const orch_op *found;
+    if (!ctx || !op || !args || !flops) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "op_flops: %s is NULL",
+                         !ctx    ? "ctx"
+                         : !op   ? "op"
+                         : !args ? "args"
+                                 : "flops");
+    }
+    ORCH_TRY(orch_op_find("op_flops", op, &found));
+    const orchard_status status = start(&j, ctx, found, args);
+    if (!status) {
+        *flops = found->flops ? found->flops(j.problem) : 0;
     }
     finish(&j);
     return status;

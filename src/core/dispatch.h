@@ -36,4 +36,7 @@ extern const orch_backend *const orch_backends[]; /* best first, NULL at the end
 /* Check, then plan and run on the first backend that takes the call. */
 orchard_status orch_dispatch(orchard_ctx *ctx, const orch_op *op, const void *args);
 
+/* A caller's call: the same, and the room's log of it. */
+orchard_status orch_op_call(orchard_ctx *ctx, const orch_op *op, const void *args);
+
 #endif

@@ -16,6 +16,7 @@ static const char no_device[ORCH_DEVICE_KINDS][40] = {
     [ORCH_OPENCL] = "no OpenCL device could be opened"};
 static const char is_cpu[] = "the device is this CPU, which the cpu backend uses better";
 static const char elsewhere[] = "an operand lies in private memory of another device";
+static const char has_lists[] = "lists of tensors run on the CPU";
 static const char buffer_too_large[] = "an operand is larger than the device's largest buffer";
 
 const char orch_gpu_no_plan[] = "no memory for the plan of a device";
@@ -50,6 +51,9 @@ static orch_gpu_plan *empty_plan(orchard_ctx *ctx)
 const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps,
                              orch_gpu_plan **plan)
 {
+    if (orch_op_has_lists(call->op)) {
+        return has_lists;
+    }
     for (int32_t i = 0; i < call->operand_count; i++) {
         if (extent_of(&call->operands[i]) > caps->buffer_bytes) {
             return buffer_too_large;
@@ -90,10 +94,13 @@ const char *orch_gpu_ask(const orch_call *call, orch_plan *plan)
 /* ---- Kernels --------------------------------------------------------------------------------- */
 
 void orch_gpu_source(const orch_gpu_launch *launch, const char *language,
-                     const char *pieces[ORCH_GPU_PIECES])
+                     char first[ORCH_GPU_FIRST_PIECE], const char *pieces[ORCH_GPU_PIECES])
 {
-    pieces[0] = launch->defines;
-    pieces[1] = strcmp(language, "metal") == 0 ? orch_text_prelude_metal : orch_text_prelude_cl;
+    const bool metal = strcmp(language, "metal") == 0;
+    snprintf(first, ORCH_GPU_FIRST_PIECE, "%s%s", metal ? "#include <metal_stdlib>\n" : "",
+             launch->defines);
+    pieces[0] = first;
+    pieces[1] = metal ? orch_text_prelude_metal : orch_text_prelude_cl;
     pieces[2] = launch->common;
     pieces[3] = launch->helpers ? launch->helpers : "";
     pieces[4] = launch->text;
@@ -103,7 +110,8 @@ static orchard_status kernel_of(orchard_ctx *ctx, orch_device *device,
                                 const orch_gpu_launch *launch, const orch_kernel **kernel)
 {
     const char *parts[ORCH_GPU_PIECES];
-    orch_gpu_source(launch, device->class->language, parts);
+    char first[ORCH_GPU_FIRST_PIECE];
+    orch_gpu_source(launch, device->class->language, first, parts);
     size_t bytes = 1;
     for (int i = 0; i < ORCH_GPU_PIECES; i++) {
         bytes += strlen(parts[i]);

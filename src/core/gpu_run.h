@@ -13,10 +13,12 @@ const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps
 extern const char orch_gpu_no_plan[];
 
 /* The text of a launch in a device's language ("cl", "metal"): these, one behind the other. The
- * first are the launch's own defines. */
+ * first, which is written into `first`, has the launch's own defines; in Metal's language they
+ * stand behind its headers, whose names they must not meet. */
 #define ORCH_GPU_PIECES 5
+#define ORCH_GPU_FIRST_PIECE (ORCH_GPU_DEFINES + 32)
 void orch_gpu_source(const orch_gpu_launch *launch, const char *language,
-                     const char *pieces[ORCH_GPU_PIECES]);
+                     char first[ORCH_GPU_FIRST_PIECE], const char *pieces[ORCH_GPU_PIECES]);
 
 const char *orch_gpu_ask(const orch_call *call, orch_plan *plan);
 orchard_status orch_gpu_run(const orch_call *call, orch_plan *plan, void *scratch);

@@ -21,7 +21,7 @@ _Static_assert(ORCH_MAX_OPERANDS + ORCH_GPU_MAX_SCRATCH + 2 <= ORCH_MAX_ARGUMENT
 
 /* One launch, with the memory behind its pointers. */
 typedef struct told {
-    char defines[ORCH_GPU_DEFINES];
+    char first[ORCH_GPU_FIRST_PIECE]; /* of the text */
     int64_t ints[ORCH_GPU_MAX_INTS + ORCH_GPU_OWN_INTS];
 } told;
 
@@ -87,30 +87,33 @@ static orchard_status ask(orch_call *call, const void *caller_args, const orch_d
                           answer *a)
 {
     alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE], problem[ORCH_MAX_PROBLEM_SIZE];
-    orch_operand operands[ORCH_MAX_OPERANDS] = {{0}};
-    orch_copies copies = {.ctx = call->ctx};
+    orch_operands operands = {.block = NULL};
+    orch_copies copies = {.of = NULL};
     const orch_op *op = call->op;
     orch_args_import(call->ctx, args, caller_args, op->layouts, op->layout_count);
-    const int32_t count = orch_operands_list(op, args, operands);
     orchard_status status = orch_op_check(op, args);
-    status = status ? status : orch_operands_locate(op->name, operands, count, &copies);
+    status = status ? status : orch_operands_make(call->ctx, op, args, &operands);
+    const int32_t count = operands.count;
+    status = status ? status : orch_copies_make(call->ctx, op, count, &copies);
+    status = status ? status : orch_operands_locate(op->name, operands.of, count, &copies);
     if (!status) {
-        orch_operands_hide(operands, count);
+        orch_operands_hide(operands.of, count);
         status = op->check(op, args, problem);
     }
-    status = status ? status : orch_operands_check(op, operands, count);
+    status = status ? status : orch_operands_check(call->ctx, op, operands.of, count);
     if (!status) {
         call->problem = problem;
-        call->operands = operands;
+        call->operands = operands.of;
         call->operand_count = count;
         a->reason = call->backend->slot_of(call->op) ? orch_gpu_plan_on(call, caps, &a->plan)
                                                      : not_implemented;
-        a->operand_count = count;
-        for (int32_t i = 0; i < count; i++) {
-            a->operand[i] = operands[i].name;
+        a->operand_count = op->operand_count;
+        for (int32_t i = 0; i < op->operand_count; i++) {
+            a->operand[i] = op->operands[i].name;
         }
     }
     orch_copies_free(&copies);
+    orch_operands_free(&operands);
     return a->reason == orch_gpu_no_plan ? no_memory(sizeof(orch_gpu_plan)) : status;
 }
 
@@ -144,9 +147,7 @@ static void tell_launch(orchard_launch *launch, told *t, orch_gpu_plan *plan, in
                                .int_count = orch_gpu_set_ints(plan, planned),
                                .ints = t->ints};
     memcpy(launch->groups, planned->groups, sizeof launch->groups);
-    orch_gpu_source(planned, language, launch->source);
-    memcpy(t->defines, planned->defines, sizeof t->defines);
-    launch->source[0] = t->defines;
+    orch_gpu_source(planned, language, t->first, launch->source);
     memcpy(t->ints, plan->ints, (size_t)launch->int_count * sizeof *t->ints);
 }
 

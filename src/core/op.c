@@ -16,11 +16,19 @@
 const orch_op *const orch_ops[ORCH_OP_COUNT] = {ORCH_OPS(ORCH_OP_ENTRY)};
 #undef ORCH_OP_ENTRY
 
+const orch_op *orch_ops_more;
+
+const orch_op *orch_op_at(int32_t i)
+{
+    return i < 0 || i > ORCH_OP_COUNT ? NULL : i < ORCH_OP_COUNT ? orch_ops[i] : orch_ops_more;
+}
+
 static const orch_op *named(const char *name)
 {
-    for (int id = 0; id < ORCH_OP_COUNT; id++) {
-        if (strcmp(orch_ops[id]->name, name) == 0) {
-            return orch_ops[id];
+    const orch_op *op;
+    for (int32_t i = 0; (op = orch_op_at(i)); i++) {
+        if (strcmp(op->name, name) == 0) {
+            return op;
         }
     }
     return NULL;
@@ -32,6 +40,52 @@ orchard_status orch_op_find(const char *call, const char *name, const orch_op **
     return *op ? ORCHARD_OK
                : orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: there is no operation \"%.64s\"", call,
                            name);
+}
+
+/* ---- Lists ----------------------------------------------------------------------------------- */
+
+bool orch_op_has_lists(const orch_op *op)
+{
+    for (int32_t i = 0; i < op->operand_count; i++) {
+        if (op->operands[i].list) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int64_t orch_op_length(const orch_op *op, const void *args, int32_t n)
+{
+    const orchard_operand_info *operand = &op->operands[n];
+    return !operand->list ? 1
+           : *orch_op_list(op, args, n)
+               ? *(const int64_t *)((const char *)args + operand->count_offset)
+               : 0;
+}
+
+/* The bound keeps sums of lengths within int32_t. */
+static orchard_status check_list(const orch_op *op, const void *args, int32_t n)
+{
+    const orchard_operand_info *operand = &op->operands[n];
+    const int64_t count = *(const int64_t *)((const char *)args + operand->count_offset);
+    const int64_t most = INT32_MAX / (2 * ORCH_MAX_OPERANDS);
+    if (count < 0 || count > most) {
+        return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s has %lld tensors, must be 0 ... %lld",
+                         op->name, operand->name, (long long)count, (long long)most);
+    }
+    if (!*orch_op_list(op, args, n)) {
+        return operand->optional || count == 0
+                   ? ORCHARD_OK
+                   : orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s is missing", op->name,
+                               operand->name);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        if (!orch_tensor_present(orch_op_element(op, args, n, i))) {
+            return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s[%lld] is missing", op->name,
+                             operand->name, (long long)i);
+        }
+    }
+    return ORCHARD_OK;
 }
 
 /* ---- Checks ---------------------------------------------------------------------------------- */
@@ -57,6 +111,10 @@ double orch_op_option_value(const orch_op *op, const void *args, const char *nam
 orchard_status orch_op_check(const orch_op *op, const void *args)
 {
     for (int32_t i = 0; i < op->operand_count; i++) {
+        if (op->operands[i].list) {
+            ORCH_TRY(check_list(op, args, i));
+            continue;
+        }
         if (!op->operands[i].optional && !orch_tensor_present(orch_op_tensor(op, args, i))) {
             return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s is missing", op->name,
                              op->operands[i].name);
@@ -172,7 +230,8 @@ const char *orch_op_parameters(const orch_op *op)
 
 const char *orchard_op_name(int32_t i)
 {
-    return i >= 0 && i < ORCH_OP_COUNT ? orch_ops[i]->name : NULL;
+    const orch_op *op = orch_op_at(i);
+    return op ? op->name : NULL;
 }
 
 size_t orchard_op_args_size(const char *name)

@@ -65,10 +65,15 @@ typedef struct orch_op {
 
     /* Optional. Sizes and dtypes of outputs where letters do not tell; rows of outputs computed
      * again (without it, all of the call is computed again by `ref`); the class of shapes that a
-     * tune file speaks of, at most 64 characters. */
+     * tune file speaks of, at most 64 characters; how many multiplications and additions a bench
+     * counts. */
     orchard_status (*outputs)(const struct orch_op *op, void *args);
     orch_audit_fn audit;
     void (*tuning_class)(const void *problem, char *text, size_t bytes);
+    double (*flops)(const void *problem);
+    /* Optional. Tells a log of the room's own that a caller's call returned `status`; what it
+     * returns is the call's. */
+    orchard_status (*log)(orchard_ctx *ctx, const struct orch_op *op, orchard_status status);
 } orch_op;
 
 /* For designated initialisers: ORCH_NAMED(rms_norm_forward), ORCH_TABLE(operand, operands). */
@@ -77,14 +82,18 @@ typedef struct orch_op {
 
 /* Rows of an operand table, for operations with shapes in letters. `args` is the args struct. */
 #define ORCH_INPUT(args, name, shape, dtype) \
-    {#name, ORCHARD_IN, 0, offsetof(args, name), shape, dtype, NULL, 0}
+    {#name, ORCHARD_IN, 0, offsetof(args, name), shape, dtype, NULL, 0, 0, 0}
 #define ORCH_OPTIONAL(args, name, shape, dtype) \
-    {#name, ORCHARD_IN, 1, offsetof(args, name), shape, dtype, NULL, 0}
+    {#name, ORCHARD_IN, 1, offsetof(args, name), shape, dtype, NULL, 0, 0, 0}
 /* `in_place`: inputs that it may be; `ulps`: the error bound. */
 #define ORCH_OUTPUT(args, name, shape, dtype, in_place, ulps) \
-    {#name, ORCHARD_OUT, 0, offsetof(args, name), shape, dtype, in_place, ulps}
+    {#name, ORCHARD_OUT, 0, offsetof(args, name), shape, dtype, in_place, ulps, 0, 0}
 #define ORCH_OPTIONAL_OUTPUT(args, name, shape, dtype, in_place, ulps) \
-    {#name, ORCHARD_OUT, 1, offsetof(args, name), shape, dtype, in_place, ulps}
+    {#name, ORCHARD_OUT, 1, offsetof(args, name), shape, dtype, in_place, ulps, 0, 0}
+/* A list of tensors, `count` of them. */
+#define ORCH_LIST(args, name, role, optional, count, shape, dtype, ulps)  \
+    {#name, ORCHARD_##role, optional, offsetof(args, name), shape, dtype, \
+     NULL,  ulps,           1,        offsetof(args, count)}
 /* A row of an option table: kind I32, I64 or F64. */
 #define ORCH_OPTION(args, name, kind, low, high) \
     {#name, ORCHARD_OPTION_##kind, offsetof(args, name), low, high}
@@ -98,13 +107,39 @@ ORCH_OPS(ORCH_OP_EXTERN)
 
 extern const orch_op *const orch_ops[ORCH_OP_COUNT];
 
+/* For tests: one operation more, with ORCH_OP_COUNT as its id. */
+extern const orch_op *orch_ops_more;
+
+/* The i-th operation, that one last; NULL: past the last. */
+const orch_op *orch_op_at(int32_t i);
+
 /* The operation of that name; `call` goes into the message when there is none. */
 orchard_status orch_op_find(const char *call, const char *name, const orch_op **op);
 
-/* The n-th operand's tensor, an option's field. */
+/* The n-th operand's tensor; of a list see below. */
 static inline orchard_tensor *orch_op_tensor(const orch_op *op, const void *args, int32_t n)
 {
     return (orchard_tensor *)((char *)(uintptr_t)args + op->operands[n].offset);
+}
+
+/* Whether any operand is a list. */
+bool orch_op_has_lists(const orch_op *op);
+
+/* Where the pointer to the n-th operand's list lies. */
+static inline const orchard_tensor **orch_op_list(const orch_op *op, const void *args, int32_t n)
+{
+    return (const orchard_tensor **)((char *)(uintptr_t)args + op->operands[n].offset);
+}
+
+/* Tensors of the n-th operand: 1, or as many as its list has; 0: the list is absent. */
+int64_t orch_op_length(const orch_op *op, const void *args, int32_t n);
+
+/* The i-th of them. */
+static inline orchard_tensor *orch_op_element(const orch_op *op, const void *args, int32_t n,
+                                              int64_t i)
+{
+    return op->operands[n].list ? (orchard_tensor *)(uintptr_t)(*orch_op_list(op, args, n) + i)
+                                : orch_op_tensor(op, args, n);
 }
 
 /* An option's value as a double; 0 where the operation has no option of that name. */

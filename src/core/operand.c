@@ -2,6 +2,7 @@
 #include "core/operand.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "core/buffer.h"
@@ -11,14 +12,82 @@
 #include "core/op.h"
 #include "core/tensor.h"
 
-int32_t orch_operands_list(const orch_op *op, void *args, orch_operand *list)
+/* ---- All of a call --------------------------------------------------------------------------- */
+
+static void add_operand(orch_operands *operands, const orchard_operand_info *info, int64_t element,
+                        orchard_tensor *tensor)
 {
-    for (int32_t i = 0; i < op->operand_count; i++) {
-        list[i] = (orch_operand){.name = op->operands[i].name,
-                                 .tensor = orch_op_tensor(op, args, i),
-                                 .role = op->operands[i].role};
+    operands->of[operands->count++] = (orch_operand){.name = info->name,
+                                                     .info = info,
+                                                     .element = (int32_t)element,
+                                                     .tensor = tensor,
+                                                     .role = info->role};
+}
+
+/* One block: the tensors of all lists, then the operands. */
+static orchard_status make_lists(orchard_ctx *ctx, const orch_op *op, void *args,
+                                 orch_operands *operands)
+{
+    size_t listed = 0, all = 0;
+    for (int32_t n = 0; n < op->operand_count; n++) {
+        const int64_t length = orch_op_length(op, args, n);
+        listed += op->operands[n].list ? (size_t)length : 0;
+        all += (size_t)length;
     }
-    return op->operand_count;
+    operands->bytes = listed * sizeof(orchard_tensor) + all * sizeof(orch_operand) + 1;
+    operands->block = ctx->alloc(ctx->alloc_user, NULL, 0, operands->bytes);
+    if (!operands->block) {
+        return orch_fail(ORCHARD_ERROR_MEMORY, "%s: no memory for lists of %zu tensors", op->name,
+                         listed);
+    }
+    orchard_tensor *copy = operands->block;
+    operands->of = (orch_operand *)(copy + listed);
+    for (int32_t n = 0; n < op->operand_count; n++) {
+        const int64_t length = orch_op_length(op, args, n);
+        if (op->operands[n].list && length) {
+            memcpy(copy, *orch_op_list(op, args, n), (size_t)length * sizeof *copy);
+            *orch_op_list(op, args, n) = copy;
+            copy += length;
+        }
+        for (int64_t i = 0; i < length; i++) {
+            add_operand(operands, &op->operands[n], i, orch_op_element(op, args, n, i));
+        }
+    }
+    return ORCHARD_OK;
+}
+
+orchard_status orch_operands_make(orchard_ctx *ctx, const orch_op *op, void *args,
+                                  orch_operands *operands)
+{
+    operands->ctx = ctx;
+    operands->count = 0;
+    operands->block = NULL;
+    if (orch_op_has_lists(op)) {
+        return make_lists(ctx, op, args, operands);
+    }
+    operands->of = operands->few;
+    for (int32_t n = 0; n < op->operand_count; n++) {
+        add_operand(operands, &op->operands[n], 0, orch_op_tensor(op, args, n));
+    }
+    return ORCHARD_OK;
+}
+
+void orch_operands_free(orch_operands *operands)
+{
+    orchard_ctx *ctx = operands->ctx;
+    if (operands->block) {
+        ctx->alloc(ctx->alloc_user, operands->block, operands->bytes, 0);
+        operands->block = NULL;
+    }
+}
+
+const char *orch_operand_label(const orch_operand *operand, char text[ORCH_LABEL])
+{
+    if (!operand->info->list) {
+        return operand->name;
+    }
+    snprintf(text, ORCH_LABEL, "%.64s[%d]", operand->name, (int)operand->element);
+    return text;
 }
 
 /* ---- Places ---------------------------------------------------------------------------------- */
@@ -49,61 +118,101 @@ static bool is_private(const orch_operand *operand)
 
 /* ---- Copies ---------------------------------------------------------------------------------- */
 
+orchard_status orch_copies_make(orchard_ctx *ctx, const orch_op *op, int32_t count,
+                                orch_copies *copies)
+{
+    const size_t bytes = (size_t)count * sizeof *copies->of;
+    copies->ctx = ctx;
+    copies->op = op->name;
+    copies->count = count;
+    copies->of =
+        count <= ORCH_MAX_OPERANDS ? copies->few : ctx->alloc(ctx->alloc_user, NULL, 0, bytes);
+    if (!copies->of) {
+        return orch_fail(ORCHARD_ERROR_MEMORY, "%s: no memory for lists of %d tensors", op->name,
+                         (int)count);
+    }
+    memset(copies->of, 0, bytes);
+    return ORCHARD_OK;
+}
+
 void orch_copies_free(orch_copies *copies)
 {
     orchard_ctx *ctx = copies->ctx;
-    for (int32_t i = 0; i < ORCH_MAX_OPERANDS; i++) {
+    for (int32_t i = 0; copies->of && i < copies->count; i++) {
         if (copies->of[i].data) {
             ctx->alloc(ctx->alloc_user, copies->of[i].data, copies->of[i].bytes, 0);
         }
     }
+    if (copies->of && copies->of != copies->few) {
+        ctx->alloc(ctx->alloc_user, copies->of, (size_t)copies->count * sizeof *copies->of, 0);
+    }
+    copies->of = NULL;
 }
 
-/* What is copied together, by its place; of operands in memory that the CPU sees: nothing. */
+/* Where an operand lies. */
 typedef struct span {
     char *begin, *end;
+    int32_t operand;
+    int32_t keeper; /* copies: the operand that keeps the copy; overlap: the next output's span */
 } span;
 
-static bool same_span(const span *a, const span *b)
+static int by_begin(const void *a, const void *b)
 {
-    return a->begin == b->begin && a->end == b->end;
+    const span *x = a, *y = b;
+    return x->begin != y->begin ? (x->begin > y->begin) - (x->begin < y->begin)
+                                : x->operand - y->operand;
 }
 
-/* Operands that overlap, such as dq, dk and dv inside one block, share a copy: bringing back one
- * must not undo another. Lengths have had copies of their own. */
+static int by_operand(const void *a, const void *b)
+{
+    return ((const span *)a)->operand - ((const span *)b)->operand;
+}
+
+/* Memory for `count` spans: `few`, or the context's; NULL: there is none. */
+static span *make_spans(orchard_ctx *ctx, span few[ORCH_MAX_OPERANDS], int32_t count)
+{
+    return count <= ORCH_MAX_OPERANDS
+               ? few
+               : ctx->alloc(ctx->alloc_user, NULL, 0, (size_t)count * sizeof *few);
+}
+
+static void free_spans(orchard_ctx *ctx, const span *few, span *of, int32_t count)
+{
+    if (of && of != few) {
+        ctx->alloc(ctx->alloc_user, of, (size_t)count * sizeof *of, 0);
+    }
+}
+
+static orchard_status no_spans(const char *op, int32_t count)
+{
+    return orch_fail(ORCHARD_ERROR_MEMORY, "%s: no memory for lists of %d tensors", op, (int)count);
+}
+
+/* What is copied together; an empty span for what the CPU sees. Operands that overlap, such as dq,
+ * dk and dv inside one block, share a copy: bringing back one must not undo another. Lengths have
+ * had copies of their own. */
 static void find_spans(const orch_operand *operands, int32_t count, span *of)
 {
-    bool grew = true;
     for (int32_t i = 0; i < count; i++) {
-        of[i] = (span){NULL, NULL};
+        of[i] = (span){.operand = i, .keeper = i};
         if (is_private(&operands[i]) && operands[i].role != ORCHARD_HOST_READ) {
             of[i].begin = place_of(operands, i);
             of[i].end = of[i].begin + orch_tensor_extent(operands[i].tensor);
         }
     }
-    while (grew) {
-        grew = false;
-        for (int32_t i = 0; i < count; i++) {
-            for (int32_t k = 0; k < i; k++) {
-                span *a = &of[i], *b = &of[k];
-                if (a->begin < b->end && b->begin < a->end && !same_span(a, b)) {
-                    a->begin = b->begin = a->begin < b->begin ? a->begin : b->begin;
-                    a->end = b->end = a->end > b->end ? a->end : b->end;
-                    grew = true;
-                }
-            }
+    qsort(of, (size_t)count, sizeof *of, by_begin);
+    for (int32_t first = 0, next; first < count; first = next) {
+        char *end = of[first].end;
+        int32_t keeper = of[first].operand;
+        for (next = first + 1; next < count && of[next].begin < end; next++) {
+            end = of[next].end > end ? of[next].end : end;
+            keeper = of[next].operand < keeper ? of[next].operand : keeper;
+        }
+        for (int32_t i = first; i < next; i++) {
+            of[i] = (span){of[first].begin, end, of[i].operand, keeper};
         }
     }
-}
-
-/* The operand that keeps the copy of i's span: the first that has it. */
-static int32_t keeper_of(const span *of, int32_t i)
-{
-    int32_t keeper = 0;
-    while (!same_span(&of[keeper], &of[i])) {
-        keeper++;
-    }
-    return keeper;
+    qsort(of, (size_t)count, sizeof *of, by_operand);
 }
 
 /* A host copy of `bytes` of operand i's private memory, from `offset` on. The first Orchard's users
@@ -143,10 +252,11 @@ static orchard_status check_inside(const char *op, const orch_operand *operand)
 {
     const size_t bytes = operand->buffer->memory.bytes;
     const size_t extent = orch_tensor_extent(operand->tensor);
+    char text[ORCH_LABEL];
     if (operand->offset > bytes || extent > bytes - operand->offset) {
         return orch_fail(ORCHARD_ERROR_SHAPE,
                          "%s: %s takes %zu bytes from byte %zu of a buffer of %zu bytes", op,
-                         operand->name, extent, operand->offset, bytes);
+                         orch_operand_label(operand, text), extent, operand->offset, bytes);
     }
     return ORCHARD_OK;
 }
@@ -156,9 +266,10 @@ static orchard_status check_access(const char *op, const orch_operand *operand)
 {
     const orch_memory *memory = &operand->buffer->memory;
     const bool written = orch_is_written(operand->role), read = operand->role != ORCHARD_OUT;
+    char text[ORCH_LABEL];
     if ((written && memory->read_only) || (read && memory->write_only)) {
         return orch_fail(ORCHARD_ERROR_ARGUMENT, "%s: %s %s lies in a buffer made with %s", op,
-                         written ? "output" : "input", operand->name,
+                         written ? "output" : "input", orch_operand_label(operand, text),
                          memory->read_only ? "CL_MEM_READ_ONLY" : "CL_MEM_WRITE_ONLY");
     }
     return ORCHARD_OK;
@@ -247,24 +358,82 @@ static orchard_status check_apart(const orch_op *op, const orch_operand *operand
                                   int32_t i)
 {
     const orch_operand *out = &operands[output], *other = &operands[i];
+    char out_text[ORCH_LABEL], other_text[ORCH_LABEL];
     if (!orch_tensor_present(other->tensor) || orch_lengths_hidden(other->tensor) ||
-        (has_word(op->operands[output].in_place, other->name) &&
+        (has_word(out->info->in_place, other->name) && out->element == other->element &&
          same_view(out->tensor, other->tensor))) {
         return ORCHARD_OK;
     }
-    if (other->role != ORCHARD_HOST_READ || !is_private(other)) {
-        return orch_tensor_check_apart(op->name, out->name, out->tensor, other->name,
-                                       other->tensor);
+    orchard_tensor tensor = *other->tensor;
+    if (other->role == ORCHARD_HOST_READ && is_private(other)) {
+        tensor.data = place_of(operands, i); /* the copy that was checked lies elsewhere */
     }
-    orchard_tensor lengths = *other->tensor; /* the copy that was checked lies elsewhere */
-    lengths.data = place_of(operands, i);
-    return orch_tensor_check_apart(op->name, out->name, out->tensor, other->name, &lengths);
+    return orch_tensor_check_apart(op->name, orch_operand_label(out, out_text), out->tensor,
+                                   orch_operand_label(other, other_text), &tensor);
 }
 
-orchard_status orch_operands_check(const orch_op *op, const orch_operand *operands, int32_t count)
+/* Spans of what has elements, by address, each with the next output's place. */
+static int32_t sort_spans(const orch_operand *operands, int32_t count, span *of)
 {
+    int32_t kept = 0, next;
+    for (int32_t i = 0; i < count; i++) {
+        const orch_operand *operand = &operands[i];
+        if (orch_tensor_present(operand->tensor) && !orch_lengths_hidden(operand->tensor) &&
+            orch_tensor_extent(operand->tensor)) {
+            char *begin = operand->role == ORCHARD_HOST_READ && is_private(operand)
+                              ? place_of(operands, i)
+                              : operand->tensor->data;
+            of[kept++] = (span){begin, begin + orch_tensor_extent(operand->tensor), i, 0};
+        }
+    }
+    qsort(of, (size_t)kept, sizeof *of, by_begin);
+    next = kept;
+    for (int32_t i = kept; i-- > 0;) {
+        next = orch_is_written(operands[of[i].operand].role) ? i : next;
+        of[i].keeper = next;
+    }
+    return kept;
+}
+
+/* Each output against each operand that reaches into it. Of what lies apart, however much it is,
+ * each is looked at once; inputs are not compared with each other. */
+static orchard_status check_lists_apart(orchard_ctx *ctx, const orch_op *op,
+                                        const orch_operand *operands, int32_t count)
+{
+    span few[ORCH_MAX_OPERANDS], *of = make_spans(ctx, few, count);
+    if (!of) {
+        return no_spans(op->name, count);
+    }
+    orchard_status status = ORCHARD_OK;
+    const int32_t kept = sort_spans(operands, count, of);
+    for (int32_t i = 0; i < kept && !status; i++) {
+        const int32_t a = of[i].operand;
+        const bool written = orch_is_written(operands[a].role);
+        for (int32_t k = i + 1; k < kept && !status; k++) {
+            k = written ? k : of[k].keeper;
+            if (k == kept || of[k].begin >= of[i].end) {
+                break;
+            }
+            const int32_t b = of[k].operand;
+            const bool other = orch_is_written(operands[b].role);
+            /* Of two outputs the one that may lie on the other is the one to ask. */
+            const bool turned =
+                written && other && has_word(operands[b].info->in_place, operands[a].name);
+            status = written && !turned ? check_apart(op, operands, a, b)
+                                        : check_apart(op, operands, b, a);
+        }
+    }
+    free_spans(ctx, few, of, count);
+    return status;
+}
+
+orchard_status orch_operands_check(orchard_ctx *ctx, const orch_op *op,
+                                   const orch_operand *operands, int32_t count)
+{
+    const bool lists = orch_op_has_lists(op);
     for (int32_t i = 0; i < count; i++) {
         const orch_operand *a = &operands[i];
+        char text[ORCH_LABEL];
         if (!orch_tensor_present(a->tensor)) {
             continue;
         }
@@ -275,14 +444,14 @@ orchard_status orch_operands_check(const orch_op *op, const orch_operand *operan
         if (!orch_is_written(a->role)) {
             continue;
         }
-        ORCH_TRY(orch_tensor_check_distinct(op->name, a->name, a->tensor));
-        for (int32_t k = 0; k < count; k++) {
+        ORCH_TRY(orch_tensor_check_distinct(op->name, orch_operand_label(a, text), a->tensor));
+        for (int32_t k = 0; k < count && !lists; k++) {
             if (k > i || (k < i && !orch_is_written(operands[k].role))) {
                 ORCH_TRY(check_apart(op, operands, i, k));
             }
         }
     }
-    return ORCHARD_OK;
+    return lists ? check_lists_apart(ctx, op, operands, count) : ORCHARD_OK;
 }
 
 /* ---- For backends on the host ---------------------------------------------------------------- */
@@ -299,29 +468,34 @@ static void log_host(const char *op, const orch_operand *operand)
 static orchard_status fetch_private(const char *op, const orch_operand *operands, int32_t count,
                                     orch_copies *copies)
 {
-    span of[ORCH_MAX_OPERANDS];
-    find_spans(operands, count, of);
-    for (int32_t i = 0; i < count; i++) {
+    span few[ORCH_MAX_OPERANDS], *of = make_spans(copies->ctx, few, count);
+    orchard_status status = of ? ORCHARD_OK : no_spans(op, count);
+    if (of) {
+        find_spans(operands, count, of);
+    }
+    for (int32_t i = 0; i < count && !status; i++) {
         const orch_operand *operand = &operands[i];
         if (!is_private(operand) || operand->role == ORCHARD_HOST_READ) {
             continue;
         }
         const size_t before = (size_t)(place_of(operands, i) - of[i].begin);
-        const int32_t keeper = keeper_of(of, i);
+        const int32_t keeper = of[i].keeper;
         if (!copies->of[keeper].data) {
-            ORCH_TRY(copy_private(op, operand, keeper, operand->offset - before,
-                                  (size_t)(of[i].end - of[i].begin), copies));
+            status = copy_private(op, operand, keeper, operand->offset - before,
+                                  (size_t)(of[i].end - of[i].begin), copies);
         }
-        operand->tensor->data = (char *)copies->of[keeper].data + before;
+        if (!status) {
+            operand->tensor->data = (char *)copies->of[keeper].data + before;
+        }
     }
-    return ORCHARD_OK;
+    free_spans(copies->ctx, few, of, count);
+    return status;
 }
 
 orchard_status orch_operands_fetch(const char *op, const orch_operand *operands, int32_t count,
                                    orch_copies *copies, bool *moved)
 {
     *moved = false;
-    copies->op = op;
     for (int32_t i = 0; i < count; i++) {
         if (operands[i].buffer) {
             ORCH_TRY(orch_buffer_idle(operands[i].buffer));
@@ -347,11 +521,15 @@ orchard_status orch_operands_fetch(const char *op, const orch_operand *operands,
 static bool is_overwritten(const orch_op *op, const orch_operand *operands, int32_t count,
                            int32_t input)
 {
+    bool may_be = false;
     if (operands[input].role == ORCHARD_INOUT) {
         return true;
     }
-    for (int32_t i = 0; i < count; i++) {
-        if (has_word(op->operands[i].in_place, operands[input].name) &&
+    for (int32_t n = 0; n < op->operand_count; n++) { /* few, whatever lists there are */
+        may_be = may_be || has_word(op->operands[n].in_place, operands[input].name);
+    }
+    for (int32_t i = 0; may_be && i < count; i++) {
+        if (has_word(operands[i].info->in_place, operands[input].name) &&
             same_view(operands[i].tensor, operands[input].tensor)) {
             return true;
         }
@@ -410,32 +588,44 @@ static bool is_private_output(const orch_operand *operand)
 }
 
 /* What lies between the elements of outputs comes back as it was fetched. */
+static orchard_status store_spans(const orch_operand *operands, int32_t count,
+                                  const orch_copies *copies, span *of)
+{
+    find_spans(operands, count, of);
+    for (int32_t i = 0; i < count; i++) {
+        const orchard_buffer *buffer = operands[i].buffer;
+        span *keeper = &of[of[i].keeper];
+        if (!is_private_output(&operands[i]) || !keeper->begin) {
+            continue;
+        }
+        const size_t before = (size_t)(place_of(operands, i) - of[i].begin);
+        const size_t bytes = (size_t)(of[i].end - of[i].begin);
+        if (buffer->device->class->write(buffer->device, &buffer->memory,
+                                         operands[i].offset - before, copies->of[of[i].keeper].data,
+                                         bytes)) {
+            return not_stored(copies->op, &operands[i]);
+        }
+        keeper->begin = NULL; /* stored */
+    }
+    return ORCHARD_OK;
+}
+
 orchard_status orch_operands_store(const orch_operand *operands, int32_t count,
                                    const orch_copies *copies)
 {
-    span of[ORCH_MAX_OPERANDS];
-    bool stored[ORCH_MAX_OPERANDS] = {false};
     int32_t i = 0;
     while (i < count && !is_private_output(&operands[i])) {
         i++;
     }
-    if (i < count) {
-        find_spans(operands, count, of);
+    if (i == count) {
+        return ORCHARD_OK;
     }
-    for (; i < count; i++) {
-        const orchard_buffer *buffer = operands[i].buffer;
-        const int32_t keeper = is_private_output(&operands[i]) ? keeper_of(of, i) : -1;
-        if (keeper < 0 || stored[keeper]) {
-            continue;
-        }
-        const size_t before = (size_t)(place_of(operands, i) - of[i].begin);
-        const size_t offset = operands[i].offset - before;
-        if (buffer->device->class->write(buffer->device, &buffer->memory, offset,
-                                         copies->of[keeper].data,
-                                         (size_t)(of[i].end - of[i].begin))) {
-            return not_stored(copies->op, &operands[i]);
-        }
-        stored[keeper] = true;
+    span few[ORCH_MAX_OPERANDS], *of = make_spans(copies->ctx, few, count);
+    if (!of) {
+        no_spans(copies->op, count);
+        return not_stored(copies->op, &operands[i]);
     }
-    return ORCHARD_OK;
+    const orchard_status status = store_spans(operands, count, copies, of);
+    free_spans(copies->ctx, few, of, count);
+    return status;
 }

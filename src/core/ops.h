@@ -8,6 +8,10 @@
     X(attention_backward)  \
     X(softmax_forward)     \
     X(softmax_backward)    \
+    X(rms_norm_forward)    \
+    X(rms_norm_backward)   \
+    X(layer_norm_forward)  \
+    X(layer_norm_backward) \
     X(activation_forward)  \
     X(activation_backward) \
     X(gated_forward)       \

@@ -110,7 +110,8 @@ static orchard_tensor as_written(const orch_operand *operand)
 static void put_description(writer *w, const orch_operand *operand)
 {
     const orchard_tensor tensor = as_written(operand);
-    put_text(w, operand->name, 1);
+    char label[ORCH_LABEL];
+    put_text(w, orch_operand_label(operand, label), 1);
     put_number(w, operand->role, 1);
     put_number(w, tensor.dtype, 1);
     put_number(w, (uint64_t)tensor.rank, 1);
@@ -162,7 +163,10 @@ static orchard_status put_call(writer *w, orchard_ctx *ctx, const orch_recording
     for (int32_t i = 0; i < op->option_count; i++) {
         put_option(w, call->args, &op->options[i]);
     }
-    put_number(w, present, 1);
+    put_number(w, present < ORCH_RECORD_MANY ? present : ORCH_RECORD_MANY, 1);
+    if (present >= ORCH_RECORD_MANY) {
+        put_number(w, present, 4);
+    }
     for (int32_t i = 0; i < call->operand_count; i++) {
         if (orch_tensor_present(call->operands[i].tensor)) {
             put_description(w, &call->operands[i]);

@@ -31,9 +31,10 @@ typedef struct orch_record {
     const orch_op *op;
     uint32_t version; /* of the library that wrote it, as ORCHARD_HEADER_VERSION */
     alignas(max_align_t) unsigned char args[ORCH_MAX_ARGS_SIZE];
-    orch_operand operands[ORCH_MAX_OPERANDS]; /* present ones have their memory in `blocks` */
-    int32_t operand_count;
+    orch_operands operands; /* present ones have their memory in `blocks` */
     orch_copies blocks;
+    void *lists; /* tensors of lists as they were read; NULL: there are none */
+    size_t lists_bytes;
     char story[ORCH_RECORD_STORY];
 } orch_record;
 

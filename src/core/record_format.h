@@ -8,6 +8,9 @@
 #define ORCH_FORMAT_MAGIC_BYTES 8
 extern const unsigned char orch_format_magic[ORCH_FORMAT_MAGIC_BYTES];
 
+/* So many tensors or more stand as a number of 4 bytes behind this byte. */
+#define ORCH_RECORD_MANY 255
+
 /* Copies all elements from one view to another of the same dtype and sizes; a dimension that both
  * repeat is copied once. */
 void orch_format_copy(void *to_data, const orchard_tensor *to, const void *from_data,

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -135,55 +136,67 @@ static orchard_status read_option(reader *r, const orch_op *op, void *args)
     return ORCHARD_OK;
 }
 
-static orch_operand *operand_named(orch_record *record, const char *name)
+/* "params[17]" is the 17th of the list; *element is 0 for what is no list. -1: there is none. */
+static int32_t operand_named(const orch_op *op, char *name, int64_t *element)
 {
-    for (int32_t i = 0; i < record->operand_count; i++) {
-        if (strcmp(record->operands[i].name, name) == 0) {
-            return &record->operands[i];
+    char *bracket = strchr(name, '['), *end = name;
+    *element = 0;
+    if (bracket) {
+        *bracket = 0;
+        *element = strtol(bracket + 1, &end, 10);
+        if (bracket[1] < '0' || bracket[1] > '9' || strcmp(end, "]") != 0) {
+            return -1;
         }
     }
-    return NULL;
+    for (int32_t i = 0; i < op->operand_count; i++) {
+        if (strcmp(op->operands[i].name, name) == 0) {
+            return !!op->operands[i].list == !!bracket ? i : -1;
+        }
+    }
+    return -1;
 }
 
-/* The stored bytes of each tensor go to stored[its place among the operands]. */
-static orchard_status read_description(reader *r, orch_record *record, uint64_t *stored,
-                                       int32_t *place)
+/* One tensor, without memory, and the bytes that the file has of it. */
+static orchard_status read_description(reader *r, const orch_record *record, orchard_tensor *tensor,
+                                       uint64_t *stored, int32_t *place, int64_t *element)
 {
     static _Alignas(16) char somewhere[16]; /* only the address counts, to the check below */
     char name[64];
-    orchard_tensor tensor = {.data = somewhere};
+    *tensor = (orchard_tensor){.data = somewhere};
     text(r, 1, name, sizeof name);
     const uint64_t role = number(r, 1), dtype = number(r, 1), rank = number(r, 1);
-    orch_operand *operand = operand_named(record, name);
+    *place = operand_named(record->op, name, element);
     if (r->ended) {
-        return ORCHARD_OK;
+        return damaged(r, "it ends early");
     }
-    if (!operand || role != (uint64_t)operand->role || orch_tensor_present(operand->tensor)) {
+    if (*place < 0 || role != (uint64_t)record->op->operands[*place].role) {
         return damaged(r, "it has a tensor that the operation has not, or has one twice");
     }
-    tensor.dtype = (orchard_dtype)dtype;
-    tensor.rank = (int32_t)rank;
+    tensor->dtype = (orchard_dtype)dtype;
+    tensor->rank = (int32_t)rank;
     for (uint64_t i = 0; i < rank && i < ORCHARD_MAX_RANK; i++) {
-        tensor.size[i] = (int64_t)number(r, 8);
-        tensor.stride[i] = (int64_t)number(r, 8);
-        if (role == ORCHARD_HOST_READ && tensor.stride[i] != 1) {
-            return r->ended ? ORCHARD_OK : damaged(r, "its lengths are not dense");
+        tensor->size[i] = (int64_t)number(r, 8);
+        tensor->stride[i] = (int64_t)number(r, 8);
+        if (role == ORCHARD_HOST_READ && tensor->stride[i] != 1 && !r->ended) {
+            return damaged(r, "its lengths are not dense");
         }
     }
-    *place = (int32_t)(operand - record->operands);
-    stored[*place] = number(r, 8);
-    ORCH_TRY(orch_tensor_check("replay", operand->name, &tensor));
-    if (!r->ended && orch_tensor_extent(&tensor) != stored[*place]) {
-        return damaged(r, "a tensor's sizes and strides do not fit its bytes");
+    *stored = number(r, 8);
+    if (r->ended) {
+        return damaged(r, "it ends early");
     }
-    *operand->tensor = tensor;
-    return ORCHARD_OK;
+    ORCH_TRY(orch_tensor_check("replay", name, tensor));
+    return orch_tensor_extent(tensor) == *stored
+               ? ORCHARD_OK
+               : damaged(r, "a tensor's sizes and strides do not fit its bytes");
 }
 
 /* Every byte that a tensor gets is one of the file: that bounds what is allocated. */
-static orchard_status read_elements(reader *r, orch_record *record, int32_t place, uint64_t bytes)
+static orchard_status read_elements(reader *r, orch_record *record, int32_t i)
 {
     orchard_ctx *ctx = record->ctx;
+    orchard_tensor *tensor = record->operands.of[i].tensor;
+    const uint64_t bytes = orch_tensor_extent(tensor);
     if ((uint64_t)(r->end - r->at) < bytes) {
         return damaged(r, "it ends early");
     }
@@ -192,9 +205,8 @@ static orchard_status read_elements(reader *r, orch_record *record, int32_t plac
     if (!block) {
         return orch_fail(ORCHARD_ERROR_MEMORY, "replay: no memory for %zu bytes", block_bytes);
     }
-    record->blocks.of[place].data = block;
-    record->blocks.of[place].bytes = block_bytes;
-    orchard_tensor *tensor = record->operands[place].tensor;
+    record->blocks.of[i].data = block;
+    record->blocks.of[i].bytes = block_bytes;
     memcpy(block, r->at, (size_t)bytes);
     orch_format_swap(block, orchard_dtype_size(tensor->dtype), bytes);
     r->at += bytes;
@@ -202,23 +214,99 @@ static orchard_status read_elements(reader *r, orch_record *record, int32_t plac
     return ORCHARD_OK;
 }
 
+/* Lists lie behind each other in record->lists, the tensors of each in order: one that does not
+ * follow the one before it is one too many. */
+static orchard_status place_tensor(reader *r, orch_record *record, int32_t place, int64_t element,
+                                   uint64_t i, const orchard_tensor *tensor)
+{
+    const orchard_operand_info *info = &record->op->operands[place];
+    int64_t *count = (int64_t *)(record->args + info->count_offset);
+    if (!info->list) {
+        orchard_tensor *to = orch_op_tensor(record->op, record->args, place);
+        if (orch_tensor_present(to)) {
+            return damaged(r, "it has a tensor that the operation has not, or has one twice");
+        }
+        *to = *tensor;
+        return ORCHARD_OK;
+    }
+    const orchard_tensor **list = orch_op_list(record->op, record->args, place);
+    orchard_tensor *at = (orchard_tensor *)record->lists + i;
+    if (element < 0 || (uint64_t)element > i) {
+        return damaged(r, "the tensors of a list are not in order");
+    }
+    if (element == 0 && !*list) {
+        *list = at;
+    }
+    if (!*list || at - *list != element) {
+        return damaged(r, "the tensors of a list are not in order");
+    }
+    *at = *tensor;
+    *count = *count > element ? *count : element + 1;
+    return ORCHARD_OK;
+}
+
+/* Two lists with one count have as many tensors. */
+static bool lists_are_whole(const orch_record *record, uint64_t count)
+{
+    uint64_t wanted = 0;
+    for (int32_t n = 0; n < record->op->operand_count; n++) {
+        const int64_t length = orch_op_length(record->op, record->args, n);
+        const bool list = record->op->operands[n].list;
+        wanted += list ? (uint64_t)length
+                       : orch_tensor_present(orch_op_tensor(record->op, record->args, n));
+    }
+    return wanted == count;
+}
+
+static orchard_status make_lists(orch_record *record, uint64_t count)
+{
+    orchard_ctx *ctx = record->ctx;
+    if (!orch_op_has_lists(record->op) || !count) {
+        return ORCHARD_OK;
+    }
+    record->lists_bytes = (size_t)count * sizeof(orchard_tensor);
+    record->lists = ctx->alloc(ctx->alloc_user, NULL, 0, record->lists_bytes);
+    if (!record->lists) {
+        return orch_fail(ORCHARD_ERROR_MEMORY, "replay: no memory for %zu bytes",
+                         record->lists_bytes);
+    }
+    memset(record->lists, 0, record->lists_bytes);
+    return ORCHARD_OK;
+}
+
+#define DESCRIPTION_BYTES 12 /* no tensor's is shorter */
+
 static orchard_status read_tensors(reader *r, orch_record *record)
 {
-    uint64_t stored[ORCH_MAX_OPERANDS] = {0};
-    int32_t order[ORCH_MAX_OPERANDS];
-    const uint64_t count = number(r, 1);
-    if (count > (uint64_t)record->operand_count) {
+    orchard_tensor tensor;
+    uint64_t stored, count = number(r, 1);
+    int64_t element;
+    int32_t place, order[ORCH_MAX_OPERANDS] = {0};
+    const bool lists = orch_op_has_lists(record->op);
+    count = count < ORCH_RECORD_MANY ? count : number(r, 4);
+    if (lists ? count > (uint64_t)(r->end - r->at) / DESCRIPTION_BYTES
+              : count > (uint64_t)record->op->operand_count) {
         return damaged(r, "it has more tensors than the operation");
     }
+    ORCH_TRY(make_lists(record, count));
     for (uint64_t i = 0; i < count; i++) {
-        order[i] = -1;
-        ORCH_TRY(read_description(r, record, stored, &order[i]));
-        if (r->ended) {
-            return damaged(r, "it ends early");
+        ORCH_TRY(read_description(r, record, &tensor, &stored, &place, &element));
+        ORCH_TRY(place_tensor(r, record, place, element, i, &tensor));
+        if (lists && i > 0 && place < order[0]) {
+            return damaged(r, "the tensors of a list are not in order");
         }
+        order[lists ? 0 : i] = place;
     }
-    for (uint64_t i = 0; i < count; i++) {
-        ORCH_TRY(read_elements(r, record, order[i], stored[order[i]]));
+    if (!lists_are_whole(record, count)) {
+        return damaged(r, "a list of tensors is shorter than another");
+    }
+    ORCH_TRY(orch_operands_make(record->ctx, record->op, record->args, &record->operands));
+    ORCH_TRY(orch_copies_make(record->ctx, record->op, record->operands.count, &record->blocks));
+    for (int32_t i = 0, n = lists ? record->operands.count : (int32_t)count; i < n; i++) {
+        const int32_t at = lists ? i : order[i];
+        if (orch_tensor_present(record->operands.of[at].tensor)) {
+            ORCH_TRY(read_elements(r, record, at));
+        }
     }
     return r->at == r->end ? ORCHARD_OK : damaged(r, "there is more than the call in it");
 }
@@ -234,7 +322,6 @@ static orchard_status read_call(reader *r, orch_record *record)
                          "replay: %s holds the operation \"%.64s\", which this library has not",
                          r->name, name);
     }
-    record->operand_count = orch_operands_list(record->op, record->args, record->operands);
     for (uint64_t i = 0, count = number(r, 1); i < count && !r->ended; i++) {
         ORCH_TRY(read_option(r, record->op, record->args));
     }
@@ -248,7 +335,7 @@ orchard_status orch_record_parse(orchard_ctx *ctx, const char *name, const unsig
 {
     reader r = {.name = name, .at = bytes, .end = bytes + count};
     memset(record, 0, sizeof *record);
-    record->ctx = record->blocks.ctx = ctx;
+    record->ctx = record->blocks.ctx = record->operands.ctx = ctx;
     if (count < HEAD_BYTES + CHECKSUM_BYTES ||
         memcmp(bytes, orch_format_magic, ORCH_FORMAT_MAGIC_BYTES) != 0) {
         return orch_fail(ORCHARD_ERROR_IO, "replay: %s is no record of an Orchard call", name);
@@ -277,9 +364,13 @@ orchard_status orch_record_parse(orchard_ctx *ctx, const char *name, const unsig
 
 void orch_record_free(orch_record *record)
 {
+    orchard_ctx *ctx = record->ctx;
     orch_copies_free(&record->blocks);
-    memset(&record->blocks, 0, sizeof record->blocks);
-    record->blocks.ctx = record->ctx;
+    orch_operands_free(&record->operands);
+    if (record->lists) {
+        ctx->alloc(ctx->alloc_user, record->lists, record->lists_bytes, 0);
+        record->lists = NULL;
+    }
 }
 
 /* ---- The file -------------------------------------------------------------------------------- */

@@ -34,10 +34,10 @@ static orchard_status judge(replay *r, orchard_ctx *ctx, orch_audit_report *repo
     const orch_call call = {.ctx = ctx,
                             .op = op,
                             .args = r->record.args,
-                            .before = &r->before,
+                            .before = r->before.of ? &r->before : NULL,
                             .problem = r->problem,
-                            .operands = r->record.operands,
-                            .operand_count = r->record.operand_count};
+                            .operands = r->record.operands.of,
+                            .operand_count = r->record.operands.count};
     memset(report, 0, sizeof *report);
     ORCH_TRY(orch_op_check(op, r->record.args));
     ORCH_TRY(op->check(op, r->record.args, r->problem));
@@ -55,10 +55,13 @@ static orchard_status judge(replay *r, orchard_ctx *ctx, orch_audit_report *repo
  * overwritten the file holds what it was before the call. */
 static orchard_status set_aside(replay *r, orchard_ctx *ctx)
 {
-    for (int32_t i = 0; i < r->record.operand_count; i++) {
+    const int32_t count = r->record.operands.count;
+    ORCH_TRY(orch_copies_make(ctx, r->record.op, count, &r->outputs));
+    ORCH_TRY(orch_copies_make(ctx, r->record.op, count, &r->before));
+    for (int32_t i = 0; i < r->record.operands.count; i++) {
         const size_t bytes = r->record.blocks.of[i].bytes;
-        const bool is_out = r->record.operands[i].role == ORCHARD_OUT;
-        if (!orch_is_written(r->record.operands[i].role) || !r->record.blocks.of[i].data) {
+        const bool is_out = r->record.operands.of[i].role == ORCHARD_OUT;
+        if (!orch_is_written(r->record.operands.of[i].role) || !r->record.blocks.of[i].data) {
             continue;
         }
         void *copy = ctx->alloc(ctx->alloc_user, NULL, 0, bytes);
@@ -78,7 +81,7 @@ static orchard_status set_aside(replay *r, orchard_ctx *ctx)
 
 static void compare(const replay *r, int32_t place, orchard_replay_output *out)
 {
-    const orchard_tensor *tensor = r->record.operands[place].tensor;
+    const orchard_tensor *tensor = r->record.operands.of[place].tensor;
     const char *now = tensor->data, *then = r->outputs.of[place].data;
     const size_t element = orchard_dtype_size(tensor->dtype);
     int64_t index[ORCHARD_MAX_RANK] = {0}, at = 0;
@@ -107,16 +110,22 @@ static const orch_audit_output *judged(const orch_audit_report *report, const ch
     return &nothing;
 }
 
+/* A line for each output; for all tensors of a list one. */
 static void tell(const replay *r, orchard_replay_result *result)
 {
-    for (int32_t i = 0; i < r->record.operand_count; i++) {
-        const bool is_out = r->outputs.of[i].data;
-        if (!(is_out || r->before.of[i].data) || result->output_count == ORCHARD_MAX_OUTPUTS) {
+    orchard_replay_output *out = NULL;
+    const orchard_operand_info *last = NULL;
+    for (int32_t i = 0; i < r->record.operands.count; i++) {
+        const orch_operand *operand = &r->record.operands.of[i];
+        const bool is_out = r->outputs.of[i].data, is_new = operand->info != last;
+        if (!(is_out || r->before.of[i].data) ||
+            (is_new && result->output_count == ORCHARD_MAX_OUTPUTS)) {
             continue;
         }
-        const char *name = r->record.operands[i].name;
+        last = operand->info;
+        const char *name = operand->name;
         const orch_audit_output *now = judged(&r->now, name), *then = judged(&r->recorded, name);
-        orchard_replay_output *out = &result->output[result->output_count++];
+        out = is_new ? &result->output[result->output_count++] : out;
         snprintf(out->name, sizeof out->name, "%s", name);
         out->deviation = now->deviation;
         out->share = now->share;

@@ -24,7 +24,7 @@ typedef struct counter {
 static struct {
     atomic_uint_fast64_t ran;
     counter refused[REASONS];
-} counters[ORCH_OP_COUNT][ORCHARD_MAX_BACKENDS];
+} counters[ORCH_OP_COUNT + 1][ORCHARD_MAX_BACKENDS];
 
 static const char other_reasons[] = "other reasons";
 
@@ -60,9 +60,9 @@ static void add_line(orchard_report_line *lines, int64_t capacity, int64_t *coun
 int64_t orchard_report(orchard_report_line *lines, int64_t capacity)
 {
     int64_t count = 0;
-    for (int op = 0; op < ORCH_OP_COUNT; op++) {
+    for (int op = 0; orch_op_at(op); op++) {
         for (int b = 0; orch_backends[b]; b++) {
-            orchard_report_line line = {.op = orch_ops[op]->name,
+            orchard_report_line line = {.op = orch_op_at(op)->name,
                                         .backend = orch_backends[b]->name};
             line.count = atomic_load(&counters[op][b].ran);
             add_line(lines, capacity, &count, line);

@@ -114,16 +114,6 @@ static const orch_backend *backend_named(const char *name)
     return NULL;
 }
 
-static bool is_op(const char *name)
-{
-    for (int id = 0; id < ORCH_OP_COUNT; id++) {
-        if (strcmp(orch_ops[id]->name, name) == 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
 static orchard_status read_backends(const lines *l, char *text, rule *out)
 {
     for (char *word; (word = next_word(&text));) {
@@ -152,7 +142,7 @@ static orchard_status read_rule(const lines *l, char *text, rule *out)
     }
     *colon = 0;
     while ((word = next_word(&text))) {
-        if (length == 0 && !is_op(word)) {
+        if (length == 0 && !orchard_op_args_size(word)) {
             return wrong(l, "there is no operation", word);
         }
         const int added = snprintf(out->class + length, sizeof out->class - length, "%s%s",

@@ -2,9 +2,9 @@
  * serves OpenCL, Metal and, through the C API, PyTorch's own launcher: it is data and names no
  * device.
  *
- * A kernel's text is: the defines of its launch, the prelude of the device's language, the room's
- * common text and helpers, the kernel's own text. All kernels of one operation have the same
- * parameters:
+ * A kernel's text is: the language's headers, the defines of its launch, the language's prelude,
+ * the room's common text and helpers, the kernel's own text. All kernels of one operation have the
+ * same parameters:
  *   BUFFER(0) ... BUFFER(n-1)   the operation's operands, in the order of orch_op_entry.operands
  *   BUFFER(n) ...               the plan's scratch buffers
  *   then the list of int64 scalars, then the list of float scalars.

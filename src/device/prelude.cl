@@ -34,6 +34,7 @@
 #define FMA(a, b, c) fma(a, b, c)
 #define EXP2(x) exp2(x)
 #define LOG(x) log(x)
+#define SQRT(x) sqrt(x)
 #define TANH(x) tanh(x)
 #define FABS(x) fabs(x)
 

@@ -1,15 +1,17 @@
 /* The kernels' words in the Metal Shading Language, 2.3 and later. Its twin is prelude.cl: a word
- * is in both or in none.
+ * is in both or in none. In front of it stand `#include <metal_stdlib>` and the launch's defines.
  *
  * bf16 is the upper half of a float in a ushort, so that no bfloat is needed (Metal 3.1). Stores
  * round to nearest even and write every NaN as the canonical one. The host turns fast math off;
  * the functions that it would replace are named precise:: all the same. Four neighbours are read
  * through packed vectors, which are aligned as their elements are: rows may start anywhere. */
-#include <metal_stdlib>
 using namespace metal;
-#pragma clang fp contract(off)
+#pragma STDC FP_CONTRACT OFF
+#pragma METAL fp contract(off)
 
-#define KERNEL kernel
+/* THREADS is how many a group has: the defines of every launch say it. The compiler leaves each
+ * thread so many registers that a group of them fits, which it need not do unasked. */
+#define KERNEL [[max_total_threads_per_threadgroup(THREADS)]] kernel
 #define GLOBAL device
 #define LOCAL threadgroup
 #define PRIVATE thread
@@ -38,6 +40,7 @@ using namespace metal;
 #define FMA(a, b, c) fma(a, b, c)
 #define EXP2(x) precise::exp2(x)
 #define LOG(x) precise::log(x)
+#define SQRT(x) precise::sqrt(x)
 #define TANH(x) precise::tanh(x)
 #define FABS(x) fabs(x)
 

@@ -64,6 +64,20 @@ static inline const real *row_read(const orch_rows *rows, int32_t operand, int64
     return buffer;
 }
 
+/* The one row of an operand without rows (a weight), plus `offset`; NULL: it is absent. */
+static inline const real *row_read_shifted(const orch_rows *rows, int32_t operand, int64_t columns,
+                                           real offset, real *buffer)
+{
+    if (!rows->of[operand].present) {
+        return NULL;
+    }
+    const real *row = row_read(rows, operand, 0, 0, columns, buffer);
+    for (int64_t c = 0; c < columns && offset != 0; c++) {
+        buffer[c] = row[c] + offset;
+    }
+    return offset != 0 ? buffer : row;
+}
+
 /* Where to write columns of a row: in place, or `buffer`, which row_written then brings home.
  * NaNs must be canonical (v_canonical) before they are written. */
 static inline real *row_target(const orch_rows *rows, int32_t operand, int64_t row, int64_t from,
@@ -200,6 +214,102 @@ ORCH_INLINE real row_number(const orch_rows *rows, int32_t operand, int64_t row)
 ORCH_INLINE void row_set_number(const orch_rows *rows, int32_t operand, int64_t row, real value)
 {
     store_row(row_address(rows, operand, row), rows->of[operand].dtype, 1, &value, 1);
+}
+
+/* ---- Rows as they lie ------------------------------------------------------------------------ */
+
+/* Kernels whose operands all have dense rows of one dtype read and write these in place, converting
+ * as they go; the others work on rows of reals (row_read). The dtype is decided once for a task:
+ * ROWS_FOR_DTYPE(dtype, CALL) calls CALL with a constant. */
+#if defined(ORCH_REAL_F32)
+#define REAL_DTYPE ORCHARD_F32
+#define ROWS_FOR_DTYPE(dtype, CALL) \
+    switch (dtype) {                \
+    case ORCHARD_F16:               \
+        CALL(ORCHARD_F16);          \
+        break;                      \
+    case ORCHARD_BF16:              \
+        CALL(ORCHARD_BF16);         \
+        break;                      \
+    default:                        \
+        CALL(ORCHARD_F32);          \
+        break;                      \
+    }
+#else
+#define REAL_DTYPE ORCHARD_F64
+#define ROWS_FOR_DTYPE(dtype, CALL) \
+    {                               \
+        (void)(dtype);              \
+        CALL(ORCHARD_F64);          \
+    }
+#endif
+
+/* What ROWS_FOR_DTYPE takes: `dtype` where all present ones of these operands have dense rows of
+ * it, otherwise REAL_DTYPE. */
+static inline orchard_dtype rows_dtype(const orch_rows *rows, orchard_dtype dtype,
+                                       const int32_t *operands, int32_t count)
+{
+    for (int32_t i = 0; i < count; i++) {
+        const orch_rows_operand *of = &rows->of[operands[i]];
+        const bool dense = rows->column_dims <= 1 && (of->column[0] == 1 || rows->columns <= 1);
+        if (of->present && (of->dtype != dtype || !dense)) {
+            return REAL_DTYPE;
+        }
+    }
+    return dtype;
+}
+
+/* A whole row, or reals in `buffer`. */
+ORCH_INLINE const char *row_source(const orch_rows *rows, int32_t operand, int64_t row,
+                                   orchard_dtype dtype, real *buffer)
+{
+    return dtype == REAL_DTYPE
+               ? (const char *)row_read(rows, operand, row, 0, rows->columns, buffer)
+               : row_address(rows, operand, row);
+}
+
+/* Where to write it; row_sent brings it home from `buffer`. */
+ORCH_INLINE char *row_sink(const orch_rows *rows, int32_t operand, int64_t row, orchard_dtype dtype,
+                           real *buffer)
+{
+    return dtype == REAL_DTYPE ? (char *)row_target(rows, operand, row, 0, buffer)
+                               : row_address(rows, operand, row);
+}
+
+ORCH_INLINE void row_sent(const orch_rows *rows, int32_t operand, int64_t row, orchard_dtype dtype,
+                          const char *values)
+{
+    if (dtype == REAL_DTYPE) {
+        row_written(rows, operand, row, 0, rows->columns, (const real *)values);
+    }
+}
+
+/* The vector of columns c ... of a row that ends before column `end`; beyond it `fill`. */
+ORCH_INLINE v_real dense_load(const char *row, orchard_dtype dtype, int64_t c, int64_t end,
+                              real fill)
+{
+    const int64_t size = dtype == ORCHARD_F64 ? 8 : dtype == ORCHARD_F32 ? 4 : 2;
+    if (end - c >= VW) {
+        return load_vector(row + c * size, dtype);
+    }
+    real lanes[VW];
+    for (int i = 0; i < VW; i++) {
+        lanes[i] = i < end - c ? load_real(row + (c + i) * size, dtype) : fill;
+    }
+    return v_load(lanes);
+}
+
+/* NaNs become canonical. */
+ORCH_INLINE void dense_store(char *row, orchard_dtype dtype, int64_t c, int64_t end, v_real a)
+{
+    const int64_t size = dtype == ORCHARD_F64 ? 8 : dtype == ORCHARD_F32 ? 4 : 2;
+    if (end - c >= VW) {
+        store_vector(row + c * size, dtype, v_canonical(a));
+        return;
+    }
+    real lanes[VW];
+    v_store(lanes, a);
+    store_row(row + c * size, dtype, 1, lanes, end - c);
 }
 
 /* Four vectors of partial sums, added up. */

@@ -120,6 +120,23 @@ ORCH_INLINE v_real v_canonical(v_real a)
     return v_select(v_equal(a, a), a, v_set1((real)orch_canonical_f64(NAN)));
 }
 
+/* NaNs must be canonical. */
+ORCH_INLINE void store_vector(char *p, orchard_dtype dtype, v_real a)
+{
+    (void)dtype;
+#if defined(ORCH_REAL_F32)
+    if (dtype == ORCHARD_F16) {
+        v_store_f16((uint16_t *)p, a);
+        return;
+    }
+    if (dtype == ORCHARD_BF16) {
+        v_store_bf16((uint16_t *)p, a);
+        return;
+    }
+#endif
+    v_store((real *)p, a);
+}
+
 /* Stores `columns` reals as a row of the tensor. */
 ORCH_INLINE void store_row_of(char *dst, orchard_dtype dtype, size_t size, int64_t stride,
                               const real *src, int64_t columns)
@@ -127,18 +144,7 @@ ORCH_INLINE void store_row_of(char *dst, orchard_dtype dtype, size_t size, int64
     int64_t c = 0;
     (void)dtype;
     for (; stride == 1 && c + VW <= columns; c += VW) {
-        const v_real a = v_canonical(v_load(src + c));
-#if defined(ORCH_REAL_F32)
-        if (dtype == ORCHARD_F16) {
-            v_store_f16((uint16_t *)dst + c, a);
-            continue;
-        }
-        if (dtype == ORCHARD_BF16) {
-            v_store_bf16((uint16_t *)dst + c, a);
-            continue;
-        }
-#endif
-        v_store((real *)dst + c, a);
+        store_vector(dst + c * (int64_t)size, dtype, v_canonical(v_load(src + c)));
     }
     for (; c < columns; c++) {
         char *to = dst + c * stride * (int64_t)size;

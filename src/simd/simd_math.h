@@ -12,6 +12,7 @@
 #define LOG2E 1.4426950408889634074
 #define LOG2E_REST 2.0355273740931033e-17 /* log2(e) less what the double LOG2E holds */
 #define LN2 0.69314718055994530942
+#define LN2_REST 2.3190468138462996e-17
 /* The same of the real that LOG2E becomes. */
 #define LOG2E_BEHIND_REAL (sizeof(real) == 8 ? LOG2E_REST : LOG2E - (double)R(LOG2E))
 

@@ -62,12 +62,12 @@ static const struct planted_text planted_texts[] = {
 
     /* Types and literals */
     {"double", "", "double d = 1.0f; x[0] = (float)d;", 0, "'double' is not a type of Metal"},
-    {"literal without suffix", "", "x[0] = x[1] * 0.5;", 0, "literal without suffix is a double"},
+    {"literal without suffix", "", "x[0] = x[1] * 0.5;", 0,
+     "literal without suffix is float to Metal and double to OpenCL"},
     {"float literal into half", "", "half h = 0.5f; x[0] = h;", 0, "a float literal becomes half"},
     {"negative float literal into half", "", "half h; h = -(0.5f); x[0] = h;", 0,
      "a float literal becomes half"},
-    {"unsuffixed literal into half", "", "half h = 0.5; x[0] = h;", 0,
-     "literal without suffix is a double"},
+    {"unsuffixed literal into half", "", "half h = 0.5; x[0] = h;", 0, "literal without suffix"},
     {"float literal as half argument", "float f(half h) { return h; }", "x[0] = f(2.0f);", 0,
      "a float literal becomes half"},
     {"float literal into bfloat", "", "bfloat b = 0.5f; x[0] = b;", 0,
@@ -86,6 +86,31 @@ static const struct planted_text planted_texts[] = {
     {"pointer to a packed vector as one to a vector", "",
      "device float4 *v = (device packed_float4 *)x; x[0] = (*v).x;", 0,
      "cannot initialize a variable of type"},
+    {"cast between vectors", "", "float4 v = float4(x[0]); x[0] = float(((int4)v).x);", 0,
+     "a cast between vectors keeps the bits here and converts in Metal"},
+    {"comparison of vectors", "", "float2 v = float2(x[0]); x[0] = float((v < v).x);", 0,
+     "a vector as a truth value"},
+    {"not of a vector", "", "int2 v = int2(1); x[0] = float((!v).x);", 0,
+     "a vector as a truth value"},
+    {"vector as a condition", "",
+     "int2 c = int2(-1, 0); float2 v = float2(1.0f);\n"
+     "v = c ? v : float2(2.0f); x[0] = v.x;",
+     0, "a vector as a truth value"},
+    {"vector literal of OpenCL", "", "float2 v = (float2)(x[0], x[1]); x[0] = v.x;", 0,
+     "(float4)(a, b, c, d) is a vector of d's in Metal"},
+    {"initialiser of a threadgroup variable", "", "threadgroup float t[4] = {0}; x[0] = t[0];", 0,
+     "a threadgroup variable has no value at first in OpenCL"},
+    {"rules behind a pragma with a quoted string",
+     "#pragma clang diagnostic ignored \"-Wunused-variable\"", "double d = 1.0f; x[0] = (float)d;",
+     0, "'double' is not a type of Metal"},
+    {"syntax tree behind a pragma with a quoted string",
+     "#pragma clang diagnostic ignored \"-Wunused-variable\"\nfloat f(float *p) { return p[0]; }",
+     "float a[2] = {1.0f, 2.0f}; x[0] = f(a);", 0, "without an address space"},
+    {"clang's contraction pragma", "#pragma clang fp contract(off)", "x[0] = x[1];", 0,
+     "`#pragma clang fp` is not Metal's"},
+    {"most threads of a kernel are no number",
+     "[[max_total_threads_per_threadgroup(N)]] kernel void f(device float *p [[buffer(0)]]) {}", "",
+     0, "max_total_threads_per_threadgroup needs a number"},
     {"thread id of a signed type", "kernel void f(int i [[thread_position_in_grid]]) {}", "", 0,
      "cannot be of type 'int'"},
     {"unknown attribute", "kernel void f(uint i [[thread_position]]) {}", "", 0, "is not known"},
@@ -140,6 +165,22 @@ struct planted_run {
 #define LOCAL_BARRIER "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 #define DEVICE_BARRIER "threadgroup_barrier(mem_flags::mem_device);\n"
 
+/* Bodies that are wrong, if at all, by a switch. */
+#define DENORMAL                                       \
+    "float a = as_type<float>(1u << (20 + i / 64));\n" \
+    "x[i] = a * x[1] != 0.0f ? x[i] : NAN;"
+#define SQUARE "float a = 1.0f + x[1] * 0x1p-12f, c = -1.0f - 0x1p-11f * x[1];\n"
+#define PRODUCT_AND_SUM SQUARE "x[i] = a * a + c == 0.0f ? x[i] : NAN;"
+#define PRODUCT_THEN_SUM SQUARE "float p = a * a;\nfloat s = p + c;\nx[i] = s == 0.0f ? x[i] : NAN;"
+#define EQUAL_SUMS /* each element of the product is the same sum */                            \
+    "float c = float((lane >> 1 & 4) + (lane << 1 & 2));\n"                                     \
+    "float r = float((lane >> 2 & 4) + (lane >> 1 & 3));\n"                                     \
+    "simdgroup_float8x8 a, b, p;\n"                                                             \
+    "a.thread_elements()[0] = 1.0f / (c + 1.3f); a.thread_elements()[1] = 1.0f / (c + 2.3f);\n" \
+    "b.thread_elements()[0] = b.thread_elements()[1] = -0.3f + r * r / 7.0f;\n"                 \
+    "simdgroup_multiply(p, a, b); float first = simd_broadcast(p.thread_elements()[0], 0);\n"   \
+    "x[i] = p.thread_elements()[0] == first && p.thread_elements()[1] == first ? x[i] : NAN;"
+
 static const struct planted_run planted_runs[] = {
     {"write behind the buffer", "", "x[i + 256 - 62] = 1.0f;", "", 1,
      "access outside of [[buffer(0)]], kernel k: at byte 1024 of 1024"},
@@ -161,6 +202,59 @@ static const struct planted_run planted_runs[] = {
     {"vector that is not aligned", "",
      "float4 v = *(device const float4 *)(x + 65 + i); x[i] = dot(v, v);", "RACES=1", 1,
      "kernel k: thread 0 of group 0 reads 16 bytes at an address that is not aligned for them"},
+    {"vector that is not aligned, seen by the processor", "",
+     "float4 v = *(device const float4 *)(x + 65 + i); x[i] = dot(v, v);", "", 1,
+     "a vector that is not aligned as its type must be, kernel k: thread 0 of group 0"},
+    {"private variable that was never written, seen by the result", "",
+     "float a; if (i > 3) a = 1.0f;\nx[i] = a;", "", 1, "wrong: x[3] is nan"},
+    {"private array of which a part was never written", "",
+     "float a[4]; for (uint n = 0; n < 3; n++) a[n] = 1.0f;\nx[i] = a[i & 3];", "RACES=1", 1,
+     "wrong: x[3] is nan"},
+    {"struct of which a part was never written", "struct s { float a, b; };",
+     "s p; p.a = 1.0f;\nx[i] = p.a + p.b;", "", 1, "wrong: x[0] is nan"},
+    {"index behind a private array", "",
+     "float a[4]; for (uint n = 0; n < 4; n++) a[n] = 1.0f;\nx[i] = a[i];", "", 1,
+     "index 4 outside of an array of type '__private float[4]', kernel k line 9: thread 4"},
+    {"index behind an array in a struct", "struct s { float a[2], b; };",
+     "s p; p.a[i] = 1.0f;\nx[i] = p.a[0];", "", 1, "index 2 outside of an array"},
+    {"pointer behind a private array",
+     "static inline __attribute__((always_inline)) void fill(thread float *p, uint n)\n"
+     "{ for (uint m = 0; m < n; m++) p[m] = 1.0f; }",
+     "float a[4], b[4]; fill(a, i); fill(b, 4); x[i] = a[0] + b[i & 3];", "RACES=1", 1,
+     "access outside of an array that the kernel declares, kernel k: thread 5 of group 0"},
+    {"shuffle from lane 32", "", "x[i] = simd_shuffle(x[i], ushort(lane + 1));", "", 1,
+     "simd_shuffle from lane 32, kernel k line 8, thread 31"},
+    {"shuffle xor beyond the simdgroup", "", "x[i] = simd_shuffle_xor(x[i], 32);", "", 1,
+     "simd_shuffle_xor from lane"},
+    {"broadcast from lane 40", "", "x[i] = simd_broadcast(x[i], 40);", "", 1,
+     "simd_broadcast from lane 40"},
+    {"broadcast that is not uniform", "", "x[i] = simd_broadcast(x[i], ushort(lane / 16));", "", 1,
+     "simd_broadcast by 0 and by 1 in one simdgroup, kernel k line 8"},
+    {"delta that is not uniform", "", "x[i] = simd_shuffle_down(x[i], ushort(lane & 1));", "", 1,
+     "simd_shuffle_down by 0 and by 1 in one simdgroup"},
+    {"mask that is not uniform", "", "x[i] = simd_shuffle_xor(x[i], ushort(lane & 1));",
+     "ORDER=reverse", 1, "simd_shuffle_xor by 1 and by 0 in one simdgroup"},
+    {"lane of a part of a simdgroup, seen by the result", "", "x[i] = simd_shuffle(x[i], 31);",
+     "THREADS=40", 1, "wrong: x[32] is nan"},
+    {"more threads than the kernel's text allows", "[[max_total_threads_per_threadgroup(32)]]",
+     "x[i] = 0;", "", 1, "64 threads in a group, kernel k: the limit is 32"},
+    {"denormals", "", DENORMAL, "", 1, "nothing wrong"},
+    {"denormals, flushed", "", DENORMAL, "FLUSH=1", 1, "wrong: x[0] is nan"},
+    {"contraction in one expression", "", PRODUCT_AND_SUM, "", 1, "wrong: x[0] is nan"},
+    {"contraction, with Metal's pragma", "#pragma METAL fp contract(off)", PRODUCT_AND_SUM, "", 1,
+     "nothing wrong"},
+    {"contraction, with C's pragma", "#pragma STDC FP_CONTRACT OFF", PRODUCT_AND_SUM, "", 1,
+     "nothing wrong"},
+    {"contraction in spite of the pragma", "#pragma METAL fp contract(off)", PRODUCT_AND_SUM,
+     "CONTRACT=1", 1, "wrong: x[0] is nan"},
+    {"contraction across statements", "#pragma METAL fp contract(off)", PRODUCT_THEN_SUM,
+     "CONTRACT=1", 1, "wrong: x[0] is nan"},
+    {"bfloat is rounded after each step", "",
+     "bfloat a = bfloat(1.0f + x[1] * 0x1p-7f), one = bfloat(x[1]), rest = bfloat(0x1p-6f);\n"
+     "x[i] = float(a * a - one - rest) == 0.0f ? x[i] : NAN;",
+     "", 1, "nothing wrong"},
+    {"sums of a product", "", EQUAL_SUMS, "", 1, "nothing wrong"},
+    {"sums of a product, in another order", "", EQUAL_SUMS, "PRODUCTS=1", 1, "wrong: x["},
     {"stack", "",
      "float a[65536]; for (int j = 0; j < 65536; j++) a[j] = x[(j + i) % 256];\n"
      "x[i] = a[(long)x[3] % 65536];",
@@ -218,8 +312,12 @@ static const struct planted_run planted_runs[] = {
     {"a group reads what another writes", "", "x[g * 64 + i] = x[((g + 1) % 2) * 64 + i];",
      "RACES=1", 2, "race on device memory"},
     {"threadgroup array overrun", "",
-     "threadgroup float t[32]; t[i] = x[i];\n" LOCAL_BARRIER "x[i] = t[0];", "RACES=1", 1,
-     "access outside of every buffer and threadgroup array"},
+     "threadgroup float t[32]; t[i] = x[i];\n" LOCAL_BARRIER "x[i] = t[0];", "", 1,
+     "index 32 outside of an array of type '__local float[32]', kernel k line 8"},
+    {"pointer behind a threadgroup array", "",
+     "threadgroup float t[32]; threadgroup float *p = t + 16; p[i] = x[i];\n" LOCAL_BARRIER
+     "x[i] = t[0];",
+     "RACES=1", 1, "access outside of an array that the kernel declares, kernel k: thread 16"},
     {"no-copy memory overrun", "", "x[4096 + i] = 1.0f;", "RACES=1 NO_COPY=1", 1,
      "access outside of every buffer and threadgroup array"},
     {"matrices before Apple7", "", "simdgroup_float8x8 m;", "FAMILY=6", 1,

@@ -250,6 +250,7 @@ struct kernel {
     int count;
     struct parameter parameters[MAX_PARAMETERS];
     size_t threadgroup_memory; /* declared in its body */
+    int max_threads;           /* max_total_threads_per_threadgroup; 0: not said */
     struct simt_program program;
 };
 
@@ -264,6 +265,7 @@ struct source {
     int version; /* __METAL_VERSION__ */
     int family;
     bool fast_math;
+    bool contract; /* products and sums become FMAs wherever they can, whatever pragmas say */
     bool races;
     bool lint;
 };
@@ -282,6 +284,7 @@ char *standin_format(const char *format, ...) __attribute__((format(printf, 1, 2
 /* ---- Work (standin_run.c, standin_memory.c) -------------------------------------------------- */
 
 void standin_check_dispatch(const struct dispatch *dispatch);
+NSUInteger standin_max_threads(const struct kernel *kernel); /* in a group */
 void standin_run_until(struct commands *commands);
 void standin_drop_operations(struct commands *commands);
 void standin_drop_dispatch(struct dispatch *dispatch);

@@ -76,14 +76,17 @@ static void hash(uint64_t h[2], const void *bytes, size_t size)
     }
 }
 
+/* Also: bfloat is rounded after each operation, as a type of its own is. */
 static const char *processor_flags(void)
 {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        return "-mavx2 -mfma -mf16c";
+        return "-mavx2 -mfma -mf16c -Xclang -fbfloat16-excess-precision=none";
     }
-#endif
+    return "-Xclang -fbfloat16-excess-precision=none";
+#else
     return "";
+#endif
 }
 
 static const char *compiler(void)
@@ -95,7 +98,7 @@ static const char *compiler(void)
 static void key_of(const struct source *s, char key[33])
 {
     uint64_t h[2] = {0xcbf29ce484222325u, 0x9e3779b97f4a7c15u};
-    int numbers[] = {s->version, s->family, s->fast_math, s->races, s->lint};
+    int numbers[] = {s->version, s->family, s->fast_math, s->contract, s->races, s->lint};
     char *path = standin_format("%s/metal_stdlib", header_directory()), *header = read_whole(path);
     if (!header) {
         standin_stop("%s cannot be read", path);
@@ -160,25 +163,31 @@ static char *base_command(const struct source *s)
 static const char *const address_spaces =
     "-Ddevice=__global -Dthreadgroup=__local -Dthread=__private";
 
-/* Compiling takes the time, not running; races are instrumented late, and fast math breaks nothing
- * where nothing is optimised. */
+/* Compiling takes the time, not running; races are instrumented late, and fast math and contraction
+ * across statements change nothing where nothing is optimised. */
 static const char *level(const struct source *s)
 {
-    return s->races || s->fast_math ? "-O1" : "-O0";
+    return s->races || s->fast_math || s->contract ? "-O1" : "-O0";
 }
 
-/* Fast math is Metal's default, and breaks NaN and infinity here too. Threadgroup variables are
- * static ones to LLVM, which would turn a scalar into a copy a thread where every thread writes it
- * first: it is told to keep them. */
+/* Fast math is Metal's default, and breaks NaN and infinity here too; without it, products and sums
+ * of one expression still become FMAs unless a pragma says no. Threadgroup variables are static
+ * ones to LLVM, which would turn a scalar into a copy a thread where every thread writes it first:
+ * it is told to keep them. Private variables begin as NaN, or as 0xaa bytes if they are integers.
+ * What indexes a private array is looked at; under RACES also behind a pointer to one, by code
+ * that traps (standin_memory.c). */
 static char *options(const struct source *s)
 {
-    return standin_format(
-        "%s %s %s -fPIC -fno-math-errno -fstack-clash-protection "
-        "-fkeep-persistent-storage-variables",
-        s->races ? "-O1 -fno-vectorize -fno-slp-vectorize -Xclang -fsanitize=thread "
-                   "-mllvm -tsan-instrument-func-entry-exit=0"
-                 : level(s),
-        s->fast_math ? "-cl-fast-relaxed-math" : "-ffp-contract=off", processor_flags());
+    return standin_format("%s %s %s -fPIC -fno-math-errno -fstack-clash-protection "
+                          "-fkeep-persistent-storage-variables -ftrivial-auto-var-init=pattern",
+                          s->races
+                              ? "-O1 -fno-vectorize -fno-slp-vectorize -Xclang -fsanitize=thread "
+                                "-mllvm -tsan-instrument-func-entry-exit=0 -fsanitize=local-bounds"
+                              : level(s),
+                          s->fast_math  ? "-cl-fast-relaxed-math"
+                          : s->contract ? "-ffp-contract=fast"
+                                        : "-ffp-contract=on -fsanitize=array-bounds",
+                          processor_flags());
 }
 
 static const char *link_options(void)
@@ -205,10 +214,23 @@ static char *find_double(const char *messages)
     while (line > messages && line[-1] != '\n') {
         line--;
     }
+    return standin_format("%.*serror: a literal without suffix is float to Metal and double to "
+                          "OpenCL, so that results differ: write 1.0f",
+                          (int)strcspn(line, " ") + 1, line);
+}
+
+/* clang's messages, and what they mean where clang's own words are of OpenCL. */
+static char *explain(const char *messages)
+{
+    if (!messages || !*messages) {
+        return strdup("clang failed without a message");
+    }
     return standin_format(
-        "%.*serror: a literal without suffix is a double, which Metal does not have: "
-        "write 1.0f",
-        (int)strcspn(line, " ") + 1, line);
+        "%s%s", messages,
+        strstr(messages, "'__local' variable cannot have an initializer")
+            ? "error: a threadgroup variable has no value at first in OpenCL: let "
+              "threads write it, with a barrier behind\n"
+            : "");
 }
 
 struct job {
@@ -274,7 +296,7 @@ static bool run_compiler(const struct source *s, const struct job *j, char **err
     bool compiled = compile(s, j), dumped = !s->lint || finished(dumper);
     char *messages = read_whole(j->messages);
     if (!compiled || !dumped) {
-        *error = strdup(messages && *messages ? messages : "clang failed without a message");
+        *error = explain(messages);
     } else {
         *error = find_double(messages);
         *error = *error || !s->lint ? *error : standin_lint(j->tree);

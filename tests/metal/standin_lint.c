@@ -3,6 +3,8 @@
  *
  *   - a pointer or reference without an address space (clang calls it __generic);
  *   - a float literal that silently becomes half, anything that silently becomes bfloat;
+ *   - what means something else for vectors: casts, which keep the bits here and convert in Metal,
+ *     comparisons and conditions, (float4)(a, b, c, d);
  *   - lambdas, and functions that call themselves.
  *
  * Each line of the dump is one node: its depth by the drawing in front, its kind, its address,
@@ -21,6 +23,7 @@ struct tree {
     int line;
     int skip;         /* below this depth: implicit code; or -1 */
     int cast;         /* depth of a conversion to half whose operand comes next; or -1 */
+    int condition;    /* depth of a ?: whose condition comes next; or -1 */
     int function;     /* depth of the function being read; or -1 */
     char address[24]; /* its address */
     char name[64];
@@ -109,6 +112,55 @@ static char *complain(const struct tree *t, const char *what)
     return standin_format("program_source:%d: error: %s", t->line, what);
 }
 
+static bool is_any_of(const char *kind, const char *const *list, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (starts(kind, list[i])) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The value is a vector, not a pointer to one. */
+static bool is_vector(const char *rest)
+{
+    const char *found = strstr(rest, "__attribute__((ext_vector_type(");
+    return found && !strchr(found, '*') && !memchr(rest, '*', (size_t)(found - rest));
+}
+
+static char *check_vectors(struct tree *t, int depth, const char *kind, const char *rest)
+{
+    static const char *const casts[] = {"CStyleCastExpr", "CXXFunctionalCastExpr",
+                                        "CXXStaticCastExpr", "ImplicitCastExpr"};
+    static const char *const compared[] = {"'<'",  "'>'",  "'<='", "'>='",
+                                           "'=='", "'!='", "'&&'", "'||'"};
+    const bool is_cast = is_any_of(kind, casts, sizeof casts / sizeof *casts);
+    const bool condition = t->condition >= 0 && depth == t->condition + 1;
+    t->condition = starts(kind, "ConditionalOperator") ? depth : -1;
+    if (!is_vector(rest)) {
+        return NULL;
+    }
+    if (is_cast && strstr(rest, "<BitCast>")) {
+        return complain(t,
+                        "a cast between vectors keeps the bits here and converts in Metal: write "
+                        "int4(v), or as_type<int4>(v) for the bits");
+    }
+    bool compares = starts(kind, "UnaryOperator") && strstr(rest, "'!'");
+    for (size_t i = 0; i < sizeof compared / sizeof *compared; i++) {
+        compares = compares || (starts(kind, "BinaryOperator") && strstr(rest, compared[i]));
+    }
+    if (compares || condition) {
+        return complain(t, "a vector as a truth value: -1 or 0 here, bool4 in Metal; compare the "
+                           "elements");
+    }
+    if (starts(kind, "CompoundLiteralExpr") && !strstr(rest, "'standin_")) {
+        return complain(t, "(float4)(a, b, c, d) is a vector of d's in Metal: write float4(a, b, "
+                           "c, d)");
+    }
+    return NULL;
+}
+
 /* The rules, for a node of the host's own text. */
 static char *check_node(struct tree *t, int depth, const char *kind, const char *rest,
                         const char *address)
@@ -133,6 +185,10 @@ static char *check_node(struct tree *t, int depth, const char *kind, const char 
             free(text);
             return error;
         }
+    }
+    char *wrong = check_vectors(t, depth, kind, rest);
+    if (wrong) {
+        return wrong;
     }
     if (starts(kind, "LambdaExpr")) {
         return complain(t, "a lambda is not allowed in Metal");
@@ -197,7 +253,7 @@ static char *read_node(struct tree *t, char *line)
 
 char *standin_lint(const char *path)
 {
-    struct tree tree = {.skip = -1, .cast = -1, .function = -1};
+    struct tree tree = {.skip = -1, .cast = -1, .condition = -1, .function = -1};
     FILE *file = fopen(path, "r");
     char *line = NULL, *error = NULL;
     size_t room = 0;

@@ -165,7 +165,10 @@ void standin_buffer_set_label(id self, SEL command, id label)
 
 /* ---- Faults of kernels ----------------------------------------------------------------------- */
 
-static struct sigaction before[2];
+/* Access; alignment, on some processors; traps of bounds, on x86-64 and on arm64. */
+static const int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
+enum { SIGNALS = sizeof signals / sizeof *signals };
+static struct sigaction before[SIGNALS];
 static const struct dispatch *running;
 
 void standin_now_running(const struct dispatch *dispatch)
@@ -178,16 +181,62 @@ const struct dispatch *standin_running(void)
     return running;
 }
 
+/* An index that array-bounds looked at; what kernels were compiled to call. */
+struct bounds_place {
+    const char *file;
+    uint32_t line, column;
+    const struct {
+        uint16_t kind, information;
+        char name[];
+    } *array;
+};
+__attribute__((visibility("default"))) void __ubsan_handle_out_of_bounds(struct bounds_place *place,
+                                                                         uint64_t index);
+void __ubsan_handle_out_of_bounds(struct bounds_place *at, uint64_t index)
+{
+    struct simt_place place;
+    if (simt_place(&place, at)) {
+        standin_stop("index %ld outside of an array of type %s, kernel %s line %u: thread %d of "
+                     "group %u",
+                     (long)index, at->array->name, place.launch->program->name, at->line,
+                     place.thread, place.group);
+    }
+}
+
+/* Not at the address of memory that is missing. */
+static void check_traps(int signal, const siginfo_t *info, const struct simt_place *place)
+{
+    const char *kernel = place->launch->program->name;
+    if (signal == SIGILL || signal == SIGTRAP) {
+        standin_stop(
+            "access outside of an array that the kernel declares, kernel %s: thread %d of group %u "
+            "(last barrier: line %d)",
+            kernel, place->thread, place->group, place->barrier_line);
+    }
+    /* x86-64 tells no address of a vector that is not aligned. */
+    if ((signal == SIGBUS && info->si_code == BUS_ADRALN) ||
+        (signal == SIGSEGV && info->si_code == SI_KERNEL && !info->si_addr)) {
+        standin_stop("a vector that is not aligned as its type must be, kernel %s: thread %d of "
+                     "group %u (last barrier: line %d); METAL_STANDIN_RACES=1 tells more",
+                     kernel, place->thread, place->group, place->barrier_line);
+    }
+}
+
 static void on_fault(int signal, siginfo_t *info, void *context)
 {
     (void)context;
     struct simt_place place;
     const char *at = info->si_addr;
     if (!simt_place(&place, at)) {
-        sigaction(signal, &before[signal == SIGBUS], NULL); /* not ours: it happens again at once */
+        for (int i = 0; i < SIGNALS; i++) {
+            if (signals[i] == signal) {
+                sigaction(signal, &before[i], NULL); /* not ours: it happens again at once */
+            }
+        }
         return;
     }
     const char *kernel = place.launch->program->name;
+    check_traps(signal, info, &place);
     if (place.stack_use == 2) {
         standin_stop(
             "the stack of a thread overflows, kernel %s thread %d: too large local arrays, or "
@@ -238,12 +287,11 @@ void standin_catch_faults(char *stack, size_t size)
     }
     struct sigaction action = {.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER}, old;
     action.sa_sigaction = on_fault;
-    for (int i = 0; i < 2; i++) {
-        int signal = i ? SIGBUS : SIGSEGV;
-        sigaction(signal, NULL, &old);
+    for (int i = 0; i < SIGNALS; i++) {
+        sigaction(signals[i], NULL, &old);
         if (!(old.sa_flags & SA_SIGINFO) || old.sa_sigaction != on_fault) {
             before[i] = old;
-            sigaction(signal, &action, NULL);
+            sigaction(signals[i], &action, NULL);
         }
     }
 }

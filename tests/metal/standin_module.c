@@ -53,8 +53,10 @@ static char *read_reflection(struct module *m, const char *text)
         int kind, reference, constant, written;
         struct parameter p = {.kind = PARAMETER_ID};
         char name[96];
-        if (sscanf(text, "kernel %95s", name) == 1) {
+        int max_threads;
+        if (sscanf(text, "kernel %95s %d", name, &max_threads) == 2) {
             k = &m->kernels[m->count++];
+            k->max_threads = max_threads;
             snprintf(k->name, sizeof k->name, "%s", name);
         } else if (k && sscanf(text, "parameter %d %u %d %d %d %47s", &kind, &p.index, &reference,
                                &constant, &written, p.name) == 6) {
@@ -237,6 +239,7 @@ id standin_device_new_library(id self, SEL command, id source, id options, id *e
                        .version = version,
                        .family = (int)standin_setting("FAMILY", 7),
                        .fast_math = !o || o->fast_math,
+                       .contract = standin_setting("CONTRACT", 0) != 0,
                        .races = standin_setting("RACES", 0) != 0,
                        .lint = standin_setting("LINT", 1) != 0};
     char *why = NULL, *path = standin_compile(&s, &why);
@@ -278,8 +281,9 @@ id standin_library_new_function(id self, SEL command, id name)
 
 NSUInteger standin_pipeline_max_threads(id self, SEL command)
 {
-    standin_expect(self, CLASS_MTLComputePipelineState, standin_selector(command));
-    return (NSUInteger)standin_setting("MAX_THREADS", ORCH_MTL_MAX_THREADS);
+    const struct function *p =
+        standin_expect(self, CLASS_MTLComputePipelineState, standin_selector(command));
+    return standin_max_threads(p->kernel);
 }
 
 NSUInteger standin_pipeline_simd_width(id self, SEL command)

@@ -21,6 +21,7 @@ struct reader {
     char *at;
     bool own; /* in the host's text and not in metal_stdlib */
     int line;
+    int foreign_pragma; /* the line of a pragma that is clang's and not Metal's; or 0 */
     struct token token;
 };
 
@@ -34,12 +35,26 @@ static bool is_word(struct token t)
     return t.length > 0 && (isalpha((unsigned char)*t.start) || *t.start == '_');
 }
 
-/* A line marker, `# 12 "file" ...`: says whose text follows. */
+/* `#pragma METAL fp ...` is what clang calls `#pragma clang fp ...`, which Metal need not know. */
+static void read_pragma(struct reader *r)
+{
+    static const char metal[] = "#pragma METAL fp", clang[] = "#pragma clang fp";
+    if (strncmp(r->at, metal, sizeof metal - 1) == 0) {
+        memcpy(r->at, clang, sizeof clang - 1);
+    } else if (r->own && strncmp(r->at, clang, sizeof clang - 1) == 0) {
+        r->foreign_pragma = r->line;
+    }
+}
+
+/* A line marker, `# 12 "file" ...`: says whose text follows. Other lines of this kind are pragmas,
+ * whatever is quoted in them. */
 static void marker(struct reader *r)
 {
     char *end = strchr(r->at, '\n'), *quote = strchr(r->at, '"');
     end = end ? end : r->at + strlen(r->at);
-    if (quote && quote < end) {
+    if (r->at[1] != ' ' || !isdigit((unsigned char)r->at[2])) {
+        read_pragma(r);
+    } else if (quote && quote < end) {
         r->line = atoi(r->at + 1) - 1;
         r->own = strncmp(quote, "\"program_source\"", 16) == 0;
     }
@@ -155,6 +170,7 @@ struct declared {
 struct output {
     FILE *entries, *reflection;
     int kernels;
+    int max_threads; /* of the kernel that comes next; 0: not said */
 };
 
 static void add_type(struct declared *d, struct token t)
@@ -283,6 +299,18 @@ static void write_argument(struct output *o, const struct declared *d, int i)
             d->parameter.reference, d->parameter.constant, d->parameter.written, d->parameter.name);
 }
 
+/* `max_total_threads_per_threadgroup(64)`, from its first word on: of the next kernel. */
+static char *read_max_threads(struct reader *r, struct output *o)
+{
+    const bool open = next(r, false) && is(r->token, "(");
+    o->max_threads = open && next(r, false) ? atoi(r->token.start) : 0;
+    return o->max_threads > 0
+               ? NULL
+               : standin_format("program_source:%d: error: max_total_threads_per_threadgroup needs "
+                                "a number above 0",
+                                r->line);
+}
+
 /* From the word `kernel` to the end of its parameters. */
 static char *read_kernel(struct reader *r, struct output *o)
 {
@@ -318,7 +346,8 @@ static char *read_kernel(struct reader *r, struct output *o)
         count++;
     }
     if (!error) {
-        fprintf(o->reflection, "kernel %s\\n", name);
+        fprintf(o->reflection, "kernel %s %d\\n", name, o->max_threads);
+        o->max_threads = 0;
         fprintf(o->entries,
                 "extern \"C\" __attribute__((visibility(\"default\"))) void simt_entry_%s("
                 "const __global ulong *a, const __global uint *i)\n{\n    (void)a, (void)i, %s(",
@@ -350,7 +379,9 @@ char *standin_reflect(char *text, const struct source *source, char **error)
         first = false;
         if (r.own && is_word(r.token)) {
             *error = check_word(&r, source->version);
-            if (!*error && is(r.token, "kernel")) {
+            if (!*error && is(r.token, "max_total_threads_per_threadgroup")) {
+                *error = read_max_threads(&r, &o);
+            } else if (!*error && is(r.token, "kernel")) {
                 *error =
                     last.start && is(last, ">")
                         ? standin_format("program_source:%d: error: a kernel cannot be a template",
@@ -362,6 +393,12 @@ char *standin_reflect(char *text, const struct source *source, char **error)
     }
     fclose(o.entries);
     fclose(o.reflection);
+    if (!*error && r.foreign_pragma) {
+        *error =
+            standin_format("program_source:%d: error: `#pragma clang fp` is not Metal's: write "
+                           "`#pragma METAL fp` or `#pragma STDC FP_CONTRACT`",
+                           r.foreign_pragma);
+    }
     if (!*error) {
         result = standin_format("%s\n# 1 \"standin_entries\"\n%sextern \"C\" constant char "
                                 "simt_reflection[] = \"%s\";\n",

@@ -8,11 +8,19 @@
 
 /* ---- Checks, when a dispatch is encoded ------------------------------------------------------ */
 
-static void check_size(const struct dispatch *d, const char *name)
+/* As if registers were short, or as many as the kernel's text says. */
+NSUInteger standin_max_threads(const struct kernel *k)
 {
-    const MTLSize *g = &d->groups, *t = &d->threads;
-    NSUInteger threads = t->width * t->height * t->depth;
     NSUInteger limit = (NSUInteger)standin_setting("MAX_THREADS", ORCH_MTL_MAX_THREADS);
+    return k->max_threads && (NSUInteger)k->max_threads < limit ? (NSUInteger)k->max_threads
+                                                                : limit;
+}
+
+static void check_size(const struct dispatch *d, const struct kernel *k)
+{
+    const char *name = k->name;
+    const MTLSize *g = &d->groups, *t = &d->threads;
+    NSUInteger threads = t->width * t->height * t->depth, limit = standin_max_threads(k);
     if (g->width * g->height * g->depth == 0 || threads == 0) {
         standin_stop(
             "an empty dispatch of kernel %s: %lu x %lu x %lu groups of %lu x %lu x %lu threads",
@@ -58,7 +66,7 @@ void standin_check_dispatch(const struct dispatch *d)
 {
     const struct kernel *k = d->pipeline->kernel;
     size_t memory = k->threadgroup_memory;
-    check_size(d, k->name);
+    check_size(d, k);
     for (int i = 0; i < k->count; i++) {
         const struct parameter *p = &k->parameters[i];
         if (p->kind == PARAMETER_BUFFER) {

@@ -32,6 +32,22 @@ static uint32_t reduce_integer(const uint32_t *slots, int lanes, uint32_t how, b
 
 typedef float quad __attribute__((vector_size(16)));
 
+/* METAL_STANDIN_PRODUCTS=1: the order of a sum depends on its place in the matrix, so that Q K^T
+ * and K Q^T round differently, as Apple's documents leave open. */
+static void multiply_otherwise(float m[3][64])
+{
+    for (int i = 0; i < 8; i++) {
+        for (int j = 0; j < 8; j++) {
+            float sum = m[2][8 * i + j];
+            for (int k = 0; k < 8; k++) {
+                const int at = (k + 3 * i + 5 * j) % 8;
+                sum += m[0][8 * i + at] * m[1][8 * at + j];
+            }
+            m[2][8 * i + j] = sum;
+        }
+    }
+}
+
 /* m[2] += m[0] m[1], row by row. */
 static void multiply(float m[3][64])
 {
@@ -49,10 +65,10 @@ static void multiply(float m[3][64])
     }
 }
 
-void simt_compute(struct simt_set *set, int lanes, uint32_t kind)
+void simt_compute(struct simt_set *set, int lanes, uint32_t kind, bool otherwise)
 {
     if (kind == SIMT_MATRIX) {
-        multiply(set->matrix);
+        (otherwise ? multiply_otherwise : multiply)(set->matrix);
     } else if (kind >= SIMT_SUM_INT && kind < SIMT_SUM_UINT + 3) {
         uint32_t how = (kind - SIMT_SUM_INT) % 3;
         set->slots[SIMT_WIDTH] = reduce_integer(set->slots, lanes, how, kind < SIMT_SUM_UINT);

@@ -23,6 +23,9 @@
 #ifdef WITH_ASAN
 #include <sanitizer/common_interface_defs.h>
 #endif
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 enum { STACK = 128 * 1024, GUARD = 16 * 1024, TASK = STACK + GUARD };
 enum { SIMDGROUPS = SIMT_MAX_THREADS / SIMT_WIDTH };
@@ -79,6 +82,7 @@ struct crew {
     struct simt_order order;
     size_t count, next; /* groups */
     pthread_mutex_t lock;
+    bool flush, products; /* METAL_STANDIN_FLUSH, METAL_STANDIN_PRODUCTS */
 };
 
 static struct worker workers[SIMT_MAX_WORKERS];
@@ -125,6 +129,11 @@ static const char *kernel_name(const struct worker *w)
     return w->launch->program->name;
 }
 
+/* Metal leaves out the threads that are not there; OpenCL and a GPU that packs threads otherwise do
+ * not, so no kernel of ours may need it. */
+#define ONLY_PART \
+    " (Metal would go on with those that are there: let all arrive, with a neutral value)"
+
 /* Nobody can run: some thread returned, or waits where the others do not. */
 static _Noreturn void stuck(const struct worker *w)
 {
@@ -145,12 +154,12 @@ static _Noreturn void stuck(const struct worker *w)
         if (o->state == DONE) {
             standin_stop(
                 "only part of a simdgroup reaches a simd operation, kernel %s line %d: thread "
-                "%d waits, thread %d has returned",
+                "%d waits, thread %d has returned" ONLY_PART,
                 kernel_name(w), f->line, simd, other);
         }
         standin_stop(
             "only part of a simdgroup reaches a simd operation, kernel %s line %d: thread %d "
-            "waits, thread %d is at the barrier of line %d",
+            "waits, thread %d is at the barrier of line %d" ONLY_PART,
             kernel_name(w), f->line, simd, other, o->line);
     }
     standin_stop(
@@ -206,6 +215,7 @@ void simt_fiber_main(void *argument)
 #define EXPORT __attribute__((visibility("default")))
 EXPORT void simt_barrier(uint32_t flags, uint32_t simdgroup_only, int line, int column);
 EXPORT const uint32_t *simt_exchange(uint32_t bits, uint32_t reduction, int line, int column);
+EXPORT uint32_t simt_shuffle(uint32_t bits, uint32_t code, uint32_t by, int line, int column);
 EXPORT void simt_matrix(float *v, int line, int column);
 EXPORT uint32_t simt_lane(void);
 
@@ -246,7 +256,7 @@ static void simd_wait(struct worker *w, struct simdgroup *g, uint32_t kind, int 
         give_way(w, f);
         return;
     }
-    simt_compute(&g->sets[g->turn], g->lanes, kind);
+    simt_compute(&g->sets[g->turn], g->lanes, kind, w->crew->products);
     g->arrived = 0;
     g->turn ^= 1;
     int first = (int)(g - w->simdgroups) * SIMT_WIDTH;
@@ -268,6 +278,37 @@ const uint32_t *simt_exchange(uint32_t bits, uint32_t reduction, int line, int c
     slots[w->current % SIMT_WIDTH] = bits;
     simd_wait(w, g, reduction, line, column);
     return slots;
+}
+
+/* Metal wants the same number from all lanes, but in simd_shuffle, and says nothing of lanes that
+ * do not exist: of those up to 31 the bits are ones. Down and up keep what would come from
+ * outside. */
+uint32_t simt_shuffle(uint32_t bits, uint32_t code, uint32_t by, int line, int column)
+{
+    static const char *const names[] = {"simd_shuffle", "simd_broadcast", "simd_shuffle_xor",
+                                        "simd_shuffle_down", "simd_shuffle_up"};
+    struct worker *w = here;
+    struct simdgroup *g = my_simdgroup(w);
+    struct simt_set *set = &g->sets[g->turn];
+    const char *name = names[code - SIMT_SHUFFLE];
+    uint32_t lane = (uint32_t)w->current % SIMT_WIDTH, first = g->arrived == 0 ? by : set->by;
+    uint32_t source = code == SIMT_SHUFFLE_XOR    ? lane ^ by
+                      : code == SIMT_SHUFFLE_DOWN ? lane + by
+                      : code == SIMT_SHUFFLE_UP   ? lane - by
+                                                  : by;
+    set->by = first;
+    set->slots[lane] = bits;
+    simd_wait(w, g, code, line, column);
+    if (code != SIMT_SHUFFLE && by != first) {
+        standin_stop("%s by %u and by %u in one simdgroup, kernel %s line %d: all its threads must "
+                     "give the same number, thread %d does not",
+                     name, first, by, kernel_name(w), line, w->current);
+    }
+    if (source >= SIMT_WIDTH && code <= SIMT_SHUFFLE_XOR) {
+        standin_stop("%s from lane %u, kernel %s line %d, thread %d: a simdgroup has lanes 0 to 31",
+                     name, source, kernel_name(w), line, w->current);
+    }
+    return source < SIMT_WIDTH ? set->slots[source] : bits;
 }
 
 void simt_matrix(float *v, int line, int column)
@@ -442,6 +483,21 @@ static void begin_group(struct worker *w, size_t linear)
     }
 }
 
+/* METAL_STANDIN_FLUSH=1: denormals count as zeros, which Metal leaves to the GPU. Returns how it
+ * was before. */
+static uint64_t set_flushing(bool on, uint64_t before)
+{
+#if defined(__x86_64__)
+    const uint64_t now = _mm_getcsr(), flushing = now | 0x8040;
+    _mm_setcsr((uint32_t)(on ? flushing : before));
+#else
+    uint64_t now;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(now));
+    __asm__ volatile("msr fpcr, %0" : : "r"(on ? now | 1u << 24 : before));
+#endif
+    return now;
+}
+
 static void *work(void *argument)
 {
     struct worker *w = argument;
@@ -455,6 +511,7 @@ static void *work(void *argument)
     pthread_attr_destroy(&attributes);
 #endif
     size_t run = w->launch->half ? c->count / 2 : c->count;
+    const uint64_t before = c->flush ? set_flushing(true, 0) : 0;
     for (;;) {
         pthread_mutex_lock(&c->lock);
         size_t i = c->next++;
@@ -465,6 +522,9 @@ static void *work(void *argument)
         begin_group(w, simt_order_group(&c->order, i, c->count));
         to_fiber(w, &w->stack_pointer, &w->fake_stack, next_ready(w));
     }
+    if (c->flush) {
+        set_flushing(false, before);
+    }
     w->current = -1;
     here = NULL;
     return NULL;
@@ -473,7 +533,9 @@ static void *work(void *argument)
 void simt_run(const struct simt_launch *launch)
 {
     struct crew crew = {.count = launch->groups[0] * launch->groups[1] * launch->groups[2],
-                        .lock = PTHREAD_MUTEX_INITIALIZER};
+                        .lock = PTHREAD_MUTEX_INITIALIZER,
+                        .flush = standin_setting("FLUSH", 0) != 0,
+                        .products = standin_setting("PRODUCTS", 0) != 0};
     simt_order_read(&crew.order);
     /* Which of two groups comes first must not depend on the system when races are looked for. */
     long count = launch->races ? 1 : standin_setting("WORKERS", 1);

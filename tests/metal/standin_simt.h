@@ -60,17 +60,24 @@ struct simt_launch {
  * (standin_simd.c). */
 struct simt_set {
     uint32_t slots[SIMT_WIDTH + 1]; /* one value a lane, then the reduction */
+    uint32_t by;                    /* the first lane's number of a shuffle */
     _Alignas(32) float matrix[3][64];
 };
-/* Kinds of operations: 0 a shuffle; 1-3 sum, max, min of float; 4-6 of int; 7-9 of uint. */
+/* Kinds of operations: 1-3 sum, max, min of float; 4-6 of int; 7-9 of uint. */
 enum {
     SIMT_SUM = 1,
     SIMT_SUM_INT = 4,
     SIMT_SUM_UINT = 7,
+    SIMT_SHUFFLE = 10,
+    SIMT_BROADCAST,
+    SIMT_SHUFFLE_XOR,
+    SIMT_SHUFFLE_DOWN,
+    SIMT_SHUFFLE_UP,
     SIMT_MATRIX = 100,
     SIMT_SIMD_BARRIER = 200
 };
-void simt_compute(struct simt_set *set, int lanes, uint32_t kind);
+/* `otherwise`: sums of a product in another order. */
+void simt_compute(struct simt_set *set, int lanes, uint32_t kind, bool otherwise);
 
 /* Apple's layout of an 8x8 matrix: the lane's two neighbours in a row begin at this element. */
 static inline int simt_matrix_element(int lane)

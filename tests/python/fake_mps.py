@@ -108,8 +108,8 @@ def tensor(cpu: torch.Tensor) -> MpsTensor:
 
 def plain_to_the_switch(monkeypatch: Any) -> None:
     """The switch leaves subclasses of tensors alone; a real tensor on mps is none."""
-    from orchard import switch
-    monkeypatch.setattr(switch, "_PLAIN", (*switch._PLAIN, MpsTensor))
+    from orchard.switch import sdpa
+    monkeypatch.setattr(sdpa, "_PLAIN", (*sdpa._PLAIN, MpsTensor))
 
 
 _installed: List[torch.library.Library] = []

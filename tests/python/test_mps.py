@@ -4,7 +4,6 @@ each text is compiled once, and what it refuses. The values are in test_mps_valu
 from __future__ import annotations
 
 import copy
-import ctypes
 from typing import Dict, Optional
 
 import pytest
@@ -16,7 +15,7 @@ from orchard._context import Context
 from orchard.torch import _launch, mps
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch.mps import Launcher
-from orchard.torch.operands import DTYPES
+from orchard.torch.tensors import DTYPES
 from switch_testing import forked, held_by_another_thread
 from torch_formula import formula
 
@@ -60,9 +59,7 @@ def call_c(ctx: Context, op: str, operands, options) -> None:
         arguments.set_tensor(name, x.data_ptr(), DTYPES[x.dtype], x.shape, x.stride())
     for name, value in options.items():
         arguments.set_option(name, value)
-    call = getattr(_library.lib, "orchard_" + op)
-    args = _launch.ARGS[op].from_buffer(arguments.bytes)
-    _library.check(call(ctx.handle, ctypes.byref(args)))
+    _library.check(_library.lib.orchard_op_call(ctx.handle, op.encode(), arguments.struct))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

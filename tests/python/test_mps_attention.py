@@ -20,9 +20,10 @@ import test_mps_smoke_training as smoke
 from orchard import switch
 from orchard.torch import mps
 from orchard.torch import scaled_dot_product_attention as attention
-from orchard.torch.mps_attention import fall_back, refusal
-from orchard.torch.operands import without_options
-from orchard.torch.outputs import DBIAS, DK, DQ, DSINKS, DV
+from orchard.torch.attention import mps_launch
+from orchard.torch.attention.mps_attention import fall_back, refusal
+from orchard.torch.attention.operands import without_options
+from orchard.torch.attention.outputs import DBIAS, DK, DQ, DSINKS, DV
 from orchard_bridge import metal
 from test_mps import NoCompiler, counted, draw, launcher, on_mps  # noqa: F401 (a fixture)
 from test_torch_values import OPTIONS
@@ -481,14 +482,14 @@ def test_enable_flash_where_no_kernel_compiles(metal_is_there, probe, monkeypatc
 def test_a_backward_of_another_thread_is_not_ours(launcher, monkeypatch, capsys):  # noqa: F811
     """While Metal runs ours, another thread trains on the CPU, and a third one is refused."""
     monkeypatch.setenv("ORCHARD_DEBUG_FLASHATN", "1")
-    run = mps.backward
+    run = mps_launch.backward
 
     def step(place, dtype):
         leaves = [place(x).requires_grad_() for x in draw(G=4, T=4, S=4, dtype=dtype).values()]
         torch.autograd.grad(attention(*leaves, return_lse=True)[0].sum(), leaves)
 
     def while_others_train(*arguments):
-        monkeypatch.setattr(mps, "backward", run)
+        monkeypatch.setattr(mps_launch, "backward", run)
         for others in ((lambda x: x, torch.float32), (fake_mps.tensor, torch.float64)):
             thread = threading.Thread(target=step, args=others)
             thread.start()
@@ -497,7 +498,7 @@ def test_a_backward_of_another_thread_is_not_ours(launcher, monkeypatch, capsys)
 
     leaves = [fake_mps.tensor(x).requires_grad_() for x in draw().values()]
     out, _ = orchard_bridge.flash_attn(*leaves, 0.3)
-    monkeypatch.setattr(mps, "backward", while_others_train)
+    monkeypatch.setattr(mps_launch, "backward", while_others_train)
     out.sum().backward()
     told = capsys.readouterr()
     assert told.out.endswith("Metal backward succeeded with shared storage tensors.\n")
@@ -672,7 +673,7 @@ def test_pytorchs_own_attention_means_the_same(options, extra):
     live = torch.isfinite(lse)  # what PyTorch gives a row that sees nothing is its own affair
     assert live.sum() > 100
     left, right = options.get("window", (-1, -1))
-    inputs, named = mps.named(
+    inputs, named = mps_launch.named(
         *draw().values(), others.get("bias"), others.get("attn_mask"), others.get("alibi_slopes"), None,
         others.get("key_lengths"), None, None, None, 0, 0, options.get("scale"),
         options.get("is_causal", False), "causal_alignment" in options, left, right, 0.0, 0.0)

@@ -213,7 +213,7 @@ def test_a_patch_made_before_outlives_one_that_puts_the_switch_back():
 def test_calls_that_raise_were_not_served(monkeypatch):
     def refuse(*args, **kwargs):
         raise UnsupportedError("attention: ORCHARD_BACKEND=metal, which is not here")
-    monkeypatch.setattr(switch._orchard_torch, "scaled_dot_product_attention", refuse)
+    monkeypatch.setattr(switch._sdpa._orchard_torch, "scaled_dot_product_attention", refuse)
     with switch.enable(), pytest.raises(UnsupportedError):
         F.scaled_dot_product_attention(*qkv(1, 1, 5, 4))
     assert switch.counts() == {}
@@ -260,7 +260,7 @@ def test_interrupted_while_it_is_turned_off(monkeypatch, then):
 def test_a_block_that_was_never_entered_is_not_waited_for(monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
-    handle = switch.Handle(True)
+    handle = switch.Handle({"attention": 1})
     with monkeypatch.context() as now:
         now.setattr(torch.backends.mha, "set_fastpath_enabled", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -275,7 +275,7 @@ def test_reloaded_while_on():
             "from torch.nn.attention.bias import causal_lower_right\n"
             "q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)\n"
             "switch.enable(); importlib.reload(switch)\n"
-            "assert F.scaled_dot_product_attention is switch.BUILTIN\n"
+            "assert F.scaled_dot_product_attention is switch._sdpa.BUILTIN\n"
             "assert torch.backends.mha.get_fastpath_enabled()\n"
             "expected = F.scaled_dot_product_attention(q, k, k, causal_lower_right(4, 6))\n"
             "with switch.enable():\n"
@@ -666,18 +666,6 @@ def test_overrides_by_metalcores_names(capsys):
     switch.disable_pytorch_overrides(verbose=True)
     assert switch.active() == [] and "no overrides" in capsys.readouterr().out
     assert switch.enable_pytorch_overrides(attention=False) is None and switch.active() == []
-
-
-@pytest.mark.parametrize("name", ["activations", "embedding_bag", "normalization", "softmax",
-                                  "linalg", "optimizers", "all"])
-def test_overrides_not_here_yet_are_refused(name):
-    with pytest.raises(OrchardError, match=f"{name}: there is no such override yet") as caught:
-        switch.enable_pytorch_overrides(**{name: True})
-    assert isinstance(caught.value, NotImplementedError)
-    assert switch.active() == []
-    if name != "all":
-        with pytest.raises(OrchardError, match="nothing to disable"):
-            switch.disable_pytorch_overrides(**{name: True})
 
 
 def test_unaligned_tensors_are_torchs():

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_earlier
 from torch.utils.checkpoint import checkpoint
 
 from orchard import switch
+from orchard.switch import counting
 
 
 # ---- Modules -------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def test_a_fork_while_another_thread_counts_or_switches():
         off = F.scaled_dot_product_attention is THE.torch and switch.active() == []
         return torch.allclose(found, expected, atol=1e-5) and off
     with switch.enable():
-        for lock in (switch._counts_lock.here(), switch._lock.here()):
+        for lock in (counting.lock.here(), switch._lock.here()):
             with held_by_another_thread(lock):
                 assert forked(call) is True
         assert switch._lock.here() is lock  # the parent's are as they were

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import jacfwd, jvp, vmap
 
 import orchard
-from orchard.torch import operands, ops
+from orchard.torch.attention import operands, ops
 from orchard.torch import scaled_dot_product_attention as attention
 
 B, H, T, D = 2, 4, 6, 8

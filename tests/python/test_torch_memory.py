@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from orchard.torch import cpu, ops
+from orchard.torch import cpu
+from orchard.torch.attention import ops
 from orchard.torch import scaled_dot_product_attention as attention
 from process import grown, resident
 

@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 import orchard
 import orchard_ops
 from orchard import _library
-from orchard.torch import ops
+from orchard.torch.attention import ops
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard_bridge.flash_attn_function import FlashAttnFunction
 

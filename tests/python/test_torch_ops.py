@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from orchard.torch import ops, outputs
+from orchard.torch.attention import ops, outputs
 from orchard.torch import scaled_dot_product_attention as attention
 
 NAMES = ["q", "k", "v", "bias", "mask", "alibi", "sinks", "key_lengths", "cu_seqlens_q",

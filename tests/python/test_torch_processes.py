@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import orchard
 from orchard import _context
 from orchard.torch import cpu
+from orchard.torch.attention.operands import PLAIN_FORWARD
 from orchard.torch import scaled_dot_product_attention as attention
 from orchard.torch import threads
 from process import resident
@@ -237,7 +238,7 @@ def test_pythons_contexts_end_with_their_thread(freed):
 
     def work():
         outs = [orchard.attention_forward(x, x, x, backend="cpu", threads=1)[0],
-                cpu.plain_forward(x, x, x, None, False, False)[0]]
+                cpu.in_python(PLAIN_FORWARD)(x, x, x, None, False)[0]]
         assert same(outs, [attention(x, x, x)] * 2)
         return [ctx.handle.value for ctx in _context._contexts.made.values()]
 
@@ -251,7 +252,7 @@ def test_pythons_contexts_end_when_another_number_of_threads_is_asked_for(freed)
     def work():
         for count in counts:
             torch.set_num_threads(count)
-            cpu.plain_forward(x, x, x, None, False, False)
+            cpu.in_python(PLAIN_FORWARD)(x, x, x, None, False)
             orchard.attention_forward(x, x, x, backend="ref", threads=count)
             seen.append(([ctx.threads for ctx in _context._contexts.made.values()], len(freed)))
 

@@ -18,7 +18,8 @@ def prepare():
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     import orchard
-    from orchard.torch import mps, ops
+    from orchard.torch import mps
+    from orchard.torch.attention import ops
     from orchard.torch import scaled_dot_product_attention as attention
 
     torch.set_num_threads(2)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from orchard.torch import explicit
+from orchard.torch.attention import explicit
 from orchard.torch import scaled_dot_product_attention as attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")

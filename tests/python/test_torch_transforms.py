@@ -8,9 +8,9 @@ from torch.utils.flop_counter import (FlopCounterMode, sdpa_backward_flop_count,
                                       sdpa_flop_count)
 
 from orchard import ShapeError
-from orchard.torch import ops
+from orchard.torch.attention import ops
 from orchard.torch import scaled_dot_product_attention as attention
-from orchard.torch.operands import without_options
+from orchard.torch.attention.operands import without_options
 
 
 def rand(*shape, grad=False):

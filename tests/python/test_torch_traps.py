@@ -17,8 +17,9 @@ from torch.autograd import forward_ad
 
 import orchard
 from orchard import _library
-from orchard.torch import autograd, ops
+from orchard.torch.attention import autograd, ops
 from orchard.torch import scaled_dot_product_attention as attention
+from orchard.torch import transforms
 
 
 def leaves(*shape, dtype=torch.float64):
@@ -177,7 +178,7 @@ def test_errors_of_others_stay_theirs():
 def test_the_status_of_an_op_called_directly_is_not_anothers():
     q, k, v = leaves()
     with pytest.raises(RuntimeError, match="head size"):
-        ops.plain_forward(q.detach(), k.detach()[..., :2], v.detach(), None, False, False)
+        ops.plain_forward(q.detach(), k.detach()[..., :2], v.detach(), None, False)
 
     def hook(x):
         raise RuntimeError("attention: of a hook")
@@ -248,7 +249,7 @@ def test_second_order_of_batched_grads_is_not_lost(detected, monkeypatch):
     """is_grads_batched, and so jacobian(vectorize=True), runs backward in a vmap of its own, in
     which a Function records nothing."""
     if not detected:  # a torch without the question
-        monkeypatch.setattr(autograd, "_is_legacy_batched", lambda tensor: True)
+        monkeypatch.setattr(transforms, "_is_legacy_batched", lambda tensor: True)
     q, k, v = leaves()
     grads = torch.randn(3, *q.shape, dtype=q.dtype)
     results = []

@@ -140,7 +140,7 @@ def test_the_library_needs_libc_only_and_exports_orchard_only(wheel, tmp_path):
     if sys.platform != "linux":
         pytest.skip("readelf is for Linux; tools/wheels checks the macOS wheels")
     for name, prefix, least in (("orchard/lib/liborchard.so", "orchard_", 21),
-                                ("orchard/lib/liborchard_torch.so", "orchard_torch_", 2),
+                                ("orchard/lib/liborchard_torch.so", "orchard_torch_", 3),
                                 ("orchard/bin/orchard", None, 0)):
         file = wheel.extract(name, tmp_path)
         dynamic = subprocess.run(["readelf", "-dW", file], capture_output=True, text=True).stdout
@@ -267,15 +267,14 @@ def test_doctor_through_python():
 
 def test_explain_and_bench_through_python():
     """Options, output and exit status are those of the command."""
-    told = orchard("explain", "attention", "--heads", "1", "--queries", "64", "--backward",
-                   "--backend", "ref").stdout
-    assert told.startswith("attention_backward: q [1,1,64,64]") and "runs on   ref" in told
-    words = ("bench", "attention", "--case", "b4_n64_causal", "--seconds", "0.01", "--threads", "1")
+    told = orchard("explain", "softmax_backward", "x=3x37", "--backend", "ref").stdout
+    assert told.startswith("softmax_backward x=3x37, f32") and "runs on   ref" in told
+    words = ("bench", "softmax_forward", "x=64x64", "softmax_backward", "x=64x64", "--seconds", "0.01", "--threads", "1")
     rows = json.loads(orchard(*words, "--json", "-").stdout)
-    assert [(row["case"], row["direction"], row["threads"]) for row in rows] == [
-        ("b4_n64_causal", "forward", 1), ("b4_n64_causal", "backward", 1)]
-    assert all(row["ms"] > 0 and row["gflops"] > 0 for row in rows)
-    assert "there is no case" in orchard("bench", "attention", "--case", "none", status=2).stderr
+    assert [(row["op"], row["call"], row["threads"]) for row in rows] == [
+        ("softmax_forward", "x=64x64", 1), ("softmax_backward", "x=64x64", 1)]
+    assert all(row["ms"] > 0 and row["gbytes"] > 0 for row in rows)
+    assert "no operand or option" in orchard("bench", "softmax_forward", "y=3", status=1).stderr
     assert "no-such" in orchard("explain", "no-such", status=2).stderr
 
 

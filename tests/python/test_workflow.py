@@ -32,7 +32,7 @@ def test_macos_runs_the_cpu_tests_and_says_when_there_is_no_gpu():
     assert JOBS["macos"]["runs-on"].startswith("macos-")
     assert "tests/run release python" in COMMANDS["macos"]
     there, absent = COMMANDS["macos"][-1].split("else")
-    for command in ("orchard doctor", "orchard explain attention --backend metal"):
+    for command in ("orchard doctor", "orchard explain softmax --backend metal"):
         assert f"build/test-release/{command}" in there
     tests = {program(name): name for name in
              re.findall(r"build/test-release/tests/(\w+) --backend metal", there)}

@@ -1,8 +1,8 @@
 """The kernels for CPU tensors: the C library on torch's memory and threads.
 
-There are two of each, with the same results to the bit: kernel.c (liborchard_torch), which torch
-calls through its stable C ABI without passing through Python, and the functions below, used where
-this torch lacks what kernel.c needs, and with ORCHARD_TORCH_KERNEL=python.
+There are two, for all operations, with the same results to the bit: kernel.c (liborchard_torch),
+which torch calls through its stable C ABI without passing through Python, and `in_python`, used
+where this torch lacks what kernel.c needs, and with ORCHARD_TORCH_KERNEL=python.
 """
 
 from __future__ import annotations
@@ -11,59 +11,74 @@ import ctypes
 import os
 import pathlib
 import sys
-from ctypes import byref
-from typing import NoReturn, Optional, Tuple
+from typing import Any, Callable, List, NoReturn, Optional, Tuple
 
 import torch
 
-from .. import _library, _structs
-from .._library import (ERRORS, ArgumentError, DtypeError, LayoutError, OrchardError, ShapeError,
-                        lib)
-from . import operands, outputs, threads
-from .outputs import GRADIENTS, Tensors2, Tensors5, check_present
+from .. import _library
+from .._library import (ERRORS, ArgumentError, DtypeError, InternalError, LayoutError, OrchardError,
+                        ShapeError, lib)
+from . import threads
+from .signature import ABSENT, DENSE, Layout, Signature
+from .tensors import Arguments, address_of
 
 
-def forward(q, k, v, *rest) -> Tensors2:
-    """attention_forward; parameters as in the schema."""
-    check_present("attention_forward", q=q, k=k, v=v)
-    op = "attention_forward"
-    args = _structs.AttentionForwardArgs()
-    operands.attention(args.attention, op, q, k, v, *rest)
-    out, lse = outputs.new_outputs(q, v, packed=rest[5] is not None)
-    operands.describe(args.out, out, op, "out")
-    operands.describe(args.lse, lse, op, "lse")
-    threads.context().call(lib.orchard_attention_forward, byref(args))
-    return out, lse
+def in_python(signature: Signature) -> Callable[..., Tuple[torch.Tensor, ...]]:
+    """The kernel of an operation: its arguments are those of the schema."""
+    op = signature.op
+
+    def run(*args: Any) -> Tuple[torch.Tensor, ...]:
+        operands, options, wanted = signature.named(args)
+        made, outputs = signature.new_outputs(operands, options, wanted)
+        arguments = Arguments(op)
+        arguments.fill({**operands, **outputs}, options,
+                       lambda name, tensor: address_of(op, name, tensor))
+        threads.context().call(lib.orchard_op_call, op.encode(), arguments.struct)
+        return made
+
+    return run
 
 
-def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:
-    """attention_backward; parameters as in the schema."""
-    check_present("attention_backward", dout=dout, out=out, lse=lse, q=q, k=k, v=v)
-    op = "attention_backward"
-    args = _structs.AttentionBackwardArgs()
-    operands.attention(args.attention, op, q, k, v, bias, mask, alibi, sinks, *rest)
-    for name, tensor in (("dout", dout), ("dlse", dlse), ("out", out), ("lse", lse)):
-        operands.describe(getattr(args, name), tensor, op, name)
-    made = outputs.new_gradients(needs, q, k, v, bias, sinks)
-    for bit, name, gradient, like in zip(GRADIENTS, ("dq", "dk", "dv", "dbias", "dsinks"), made,
-                                         (q, k, v, bias, sinks)):
-        if needs & bit and like is not None:
-            operands.describe(getattr(args, name), gradient, op, name)
-    threads.context().call(lib.orchard_attention_backward, byref(args))
-    return made
+# ---- Rows for kernel.c ---------------------------------------------------------------------------
+
+class _Argument(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("type", ctypes.c_int32), ("optional", ctypes.c_int32),
+                ("kind", ctypes.c_int32), ("offset", ctypes.c_int64), ("flag", ctypes.c_int64)]
 
 
-def plain_forward(q, k, v, scale, causal, gqa) -> Tensors2:
-    """_plain_forward; parameters as in the schema."""
-    if not gqa and not q.shape[1:2] == k.shape[1:2] == v.shape[1:2]:
-        raise ShapeError("attention_forward: q, k and v differ in their heads")
-    return forward(q, k, v, *operands.without_options(scale, causal))
+class _Output(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("required", ctypes.c_int32),
+                ("layout", ctypes.c_int32), ("offset", ctypes.c_int64), ("like", ctypes.c_int64)]
 
 
-def plain_backward(needs, dout, out, lse, q, k, v, scale, causal) -> Tuple[torch.Tensor, ...]:
-    """_plain_backward; parameters as in the schema."""
-    return backward(needs, dout, None, out, lse, q, k, v,
-                    *operands.without_options(scale, causal))[:3]
+class _Row(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("op", ctypes.c_char_p), ("args_size", ctypes.c_int64),
+                ("argument_count", ctypes.c_int32), ("output_count", ctypes.c_int32),
+                ("arguments", ctypes.POINTER(_Argument)), ("outputs", ctypes.POINTER(_Output))]
+
+
+def _row(name: str, signature: Signature) -> _Row:
+    operation = signature.operation
+    arguments = (_Argument * len(signature.arguments))()
+    for to, of in zip(arguments, signature.arguments):
+        to.name, to.type, to.optional = of.name.encode(), ord(of.type), of.optional
+        to.flag = -1
+        if of.operand is not None:
+            to.offset = of.operand.offset
+        elif of.option is not None:
+            to.kind, to.offset = of.option.kind, of.option.offset
+            if of.option.flag:
+                to.flag = operation.options[of.option.flag].offset
+    outputs = (_Output * len(operation.outputs))()
+    for to, output in zip(outputs, operation.outputs):
+        there = output.name in signature.places
+        layout = signature.layouts.get(output.name, Layout(DENSE if there else ABSENT))
+        to.name, to.required, to.offset = output.name.encode(), not output.optional, output.offset
+        to.layout = layout.kind
+        if layout.like:
+            to.like = operation.operands[layout.like].offset
+    return _Row(name.encode(), signature.op.encode(), operation.args_size, len(arguments),
+                len(outputs), arguments, outputs)
 
 
 # ---- Registration --------------------------------------------------------------------------------
@@ -88,21 +103,22 @@ def _open() -> Optional[ctypes.CDLL]:
         return None
     try:
         made = ctypes.CDLL(path())
-        made.orchard_torch_register, made.orchard_torch_take_status  # another library has neither
+        made.orchard_torch_open, made.orchard_torch_take_error  # another library has neither
     except (OSError, AttributeError) as why:
         why_not = str(why)
         return None
-    made.orchard_torch_register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p,
-                                            ctypes.c_int32]
-    made.orchard_torch_register.restype = ctypes.c_char_p
-    made.orchard_torch_take_status.restype = ctypes.c_int32
+    made.orchard_torch_open.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p,
+                                        ctypes.c_int32]
+    made.orchard_torch_register.argtypes = [ctypes.POINTER(_Row)]
+    made.orchard_torch_open.restype = made.orchard_torch_register.restype = ctypes.c_char_p
+    made.orchard_torch_take_error.argtypes = [ctypes.POINTER(ctypes.c_char_p)]
+    made.orchard_torch_take_error.restype = ctypes.c_int32
     backends = threads.BACKENDS
     if torch_library is None:
         why_not = f"torch {torch.__version__} has no libtorch_cpu where Orchard looks for it"
         return None
-    missing = made.orchard_torch_register(torch_library._handle, lib._handle,
-                                          backends.encode() if backends else None,
-                                          threads.forked())
+    missing = made.orchard_torch_open(torch_library._handle, lib._handle,
+                                      backends.encode() if backends else None, threads.forked())
     if missing:
         why_not = f"torch {torch.__version__} has no {missing.decode()}"
         return None
@@ -110,18 +126,19 @@ def _open() -> Optional[ctypes.CDLL]:
 
 
 why_not = ""  # why the kernels are Python's
-_c: Optional[ctypes.CDLL] = None
+_c = _open()
+_rows: List[_Row] = []  # kernel.c reads them as long as it lives
 
 
-def register(library: torch.library.Library) -> None:
-    """Registers the kernels for CPU tensors."""
-    global _c
-    _c = _open()
+def register(library: torch.library.Library, name: str, signature: Signature) -> None:
+    """Registers the kernel of orchard::name for CPU tensors."""
     if _c is None:
-        for name, kernel in (("attention_forward", forward), ("attention", forward),
-                             ("attention_backward", backward), ("_plain_forward", plain_forward),
-                             ("_plain_backward", plain_backward)):
-            library.impl(name, kernel, "CPU")
+        library.impl(name, in_python(signature), "CPU")
+        return
+    _rows.append(_row(name, signature))
+    missing = _c.orchard_torch_register(ctypes.byref(_rows[-1]))
+    if missing:
+        raise InternalError(f"torch did not take the kernel: {missing.decode()}")
 
 
 def kernel() -> str:
@@ -133,10 +150,10 @@ def translate(error: Exception) -> Exception:
     """What kernel.c raised, as the exception that Python's kernel would have raised."""
     if _c is None or type(error) is not RuntimeError:
         return error
-    message = str(error).split("\n", 1)[0]
-    kind = ERRORS.get(_c.orchard_torch_take_status())
-    ours = message.startswith(("attention", "ctx_create", "opencl: ", "metal: "))
-    return kind(message) if kind and ours else error
+    told = ctypes.c_char_p()
+    kind = ERRORS.get(_c.orchard_torch_take_error(ctypes.byref(told)))
+    message = (told.value or b"").decode("utf-8", "replace")
+    return kind(message) if kind and str(error).split("\n", 1)[0] == message else error
 
 
 def reraise(error: Exception) -> NoReturn:

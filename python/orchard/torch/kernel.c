@@ -1,20 +1,25 @@
-/* The CPU kernels of orchard::attention_forward and attention_backward as plain C, registered
- * through PyTorch's stable C ABI: what cpu.py does in Python, without Python's cost per call.
+/* The CPU kernels of torch.ops.orchard.* as plain C, registered through PyTorch's stable C ABI:
+ * what cpu.py does in Python, without Python's cost per call.
+ *
+ * There is one kernel for all operations. Python hands over a row for each (signature.py makes it
+ * of the library's own description): what each argument of the schema is in the args struct, and
+ * how outputs lie. torch's kernels have no user pointer: each row has a function of its own.
  *
  * Nothing is linked: torch's and Orchard's functions are looked up in libraries that Python has
  * open already, so one binary serves every torch that has them. A kernel gets its arguments as
- * 64-bit words in the order of the schema (ops.py): tensors as handles that it must delete,
- * optional ones as a pointer to such a word, numbers as they are. A failure is raised by torch's
- * own check, a C++ exception that passes through this file's frames: it is compiled with
- * -fexceptions, and everything is deleted before.
+ * 64-bit words in the order of the schema: tensors as handles that it must delete, optional ones as
+ * a pointer to such a word, numbers as they are. A failure is raised by torch's own check, a C++
+ * exception that passes through this file's frames: it is compiled with -fexceptions, and
+ * everything is deleted before.
  */
 #define _DEFAULT_SOURCE
-#include <orchard/attention.h>
+#include <orchard/ops.h>
 
 #include <dlfcn.h>
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -56,16 +61,14 @@ typedef struct tensor_object *handle;
     X(int32_t, aoti_torch_dtype_uint8, (void))                                                \
     X(int32_t, aoti_torch_dtype_bool, (void))
 
-#define ORCHARD_CALLS(X)                                       \
-    X(orchard_status, orchard_ctx_create_version,              \
-      (orchard_ctx **, const orchard_ctx_opts *, int32_t))     \
-    X(void, orchard_ctx_free, (orchard_ctx *))                 \
-    X(const char *, orchard_last_error, (void))                \
-    X(size_t, orchard_dtype_size, (orchard_dtype))             \
-    X(orchard_status, orchard_attention_forward,               \
-      (orchard_ctx *, const orchard_attention_forward_args *)) \
-    X(orchard_status, orchard_attention_backward,              \
-      (orchard_ctx *, const orchard_attention_backward_args *))
+#define ORCHARD_CALLS(X)                                                         \
+    X(orchard_status, orchard_ctx_create_version,                                \
+      (orchard_ctx **, const orchard_ctx_opts *, int32_t))                       \
+    X(void, orchard_ctx_free, (orchard_ctx *))                                   \
+    X(const char *, orchard_last_error, (void))                                  \
+    X(size_t, orchard_dtype_size, (orchard_dtype))                               \
+    X(orchard_status, orchard_op_outputs, (orchard_ctx *, const char *, void *)) \
+    X(orchard_status, orchard_op_call, (orchard_ctx *, const char *, const void *))
 
 #define POINTER(result, name, parameters) static result(*call_##name) parameters;
 TORCH_CALLS(POINTER)
@@ -104,21 +107,65 @@ static void end_of_thread(void *arg)
     free(state);
 }
 
+/* ---- Rows ------------------------------------------------------------------------------------ */
+
+/* One argument of a schema, as _Argument of cpu.py. */
+typedef struct row_argument {
+    const char *name;
+    int32_t type;     /* 't' a tensor, 'd' a double, 'i' an integer, 'b' a bool, 's' a tensor of one
+                         int64 that holds an option, 'w' the bits of the outputs that are wanted */
+    int32_t optional; /* it comes as a pointer, NULL where absent */
+    int32_t kind;     /* of the option: orchard_option_kind */
+    int64_t offset;   /* in the args struct */
+    int64_t flag;     /* of the int32_t that says that the option counts; -1: none */
+} row_argument;
+
+/* How an output lies: LIKE another tensor, or its rows in the order of that one's; ABSENT: torch's
+ * schema does not have it. */
+enum { DENSE = 0, LIKE = 1, ROWS_LIKE = 2, ABSENT = 3 };
+
+/* One output. */
+typedef struct row_output {
+    const char *name;
+    int32_t required; /* it is made whether wanted or not */
+    int32_t layout;
+    int64_t offset;
+    int64_t like; /* of that tensor */
+} row_output;
+
+typedef struct row {
+    const char *name, *op; /* torch's name and the library's */
+    int64_t args_size;
+    int32_t argument_count, output_count;
+    const row_argument *arguments;
+    const row_output *outputs;
+} row;
+
+#define MAX_ROWS 64
+static row rows[MAX_ROWS];
+static int row_count;
+
 /* ---- Arguments ------------------------------------------------------------------------------- */
 
-#define MAX_TENSORS 15
+#define MAX_INPUTS 32
+#define MAX_OUTPUTS 16
+#define MAX_ARGS_SIZE 8192
 #define MOST_THREADS 256 /* of a context */
+#define F32_BIT \
+    16 /* bits of `wanted` from here on: these outputs in fp32, where there is a choice */
 
 /* One call on its way: what must be deleted whatever happens, and what went wrong. */
 typedef struct call_state {
     const char *op;
-    handle inputs[MAX_TENSORS], outputs[5];
+    handle inputs[MAX_INPUTS], outputs[MAX_OUTPUTS];
     int input_count, output_count;
+    word wanted;
     orchard_status status;
     char message[512];
 } call_state;
 
 static _Thread_local orchard_status last_status;
+static _Thread_local char last_message[512];
 
 static void fail(call_state *j, orchard_status status, const char *message)
 {
@@ -281,87 +328,75 @@ static void describe(call_state *j, const char *name, handle tensor, bool output
     }
 }
 
-static void take(call_state *j, const char *name, word argument, orchard_tensor *to)
+static void take_tensor(call_state *j, const char *name, word argument, orchard_tensor *to)
 {
     handle tensor = (handle)(uintptr_t)argument;
     j->inputs[j->input_count++] = tensor;
     describe(j, name, tensor, false, to);
 }
 
-static void take_optional(call_state *j, const char *name, word argument, orchard_tensor *to)
+/* An option that comes as a tensor, so that a compiled graph can draw a new one at each call. */
+static int64_t take_seed(call_state *j, const char *name, word argument)
 {
-    word *boxed = (word *)(uintptr_t)argument;
-    if (boxed) {
-        take(j, name, *boxed, to);
+    orchard_tensor tensor = {.data = NULL};
+    int64_t value = 0;
+    take_tensor(j, name, argument, &tensor);
+    if (tensor.dtype && (tensor.dtype != ORCHARD_I64 || tensor.rank != 0)) {
+        char message[128];
+        snprintf(message, sizeof message, "%s: %s must be one int64", j->op, name);
+        fail(j, ORCHARD_ERROR_DTYPE, message);
+    } else if (tensor.dtype) {
+        memcpy(&value, tensor.data, sizeof value);
+    }
+    return value;
+}
+
+static void store(call_state *j, const row_argument *a, word value, char *args)
+{
+    double real;
+    int64_t whole = (int64_t)value;
+    if (a->type == 'b') {
+        whole = (value & 0xff) != 0;
+    } else if (a->type == 's') {
+        whole = take_seed(j, a->name, value);
+    }
+    memcpy(&real, &value, sizeof real);
+    if (a->kind == ORCHARD_OPTION_F64) {
+        memcpy(args + a->offset, &real, sizeof real);
+    } else if (a->kind == ORCHARD_OPTION_I64) {
+        memcpy(args + a->offset, &whole, sizeof whole);
+    } else if (whole < INT32_MIN || whole > INT32_MAX) {
+        char message[128];
+        snprintf(message, sizeof message, "%s: %s is %" PRId64 ", must fit into 32 bits", j->op,
+                 a->name, whole);
+        fail(j, ORCHARD_ERROR_ARGUMENT, message);
+    } else {
+        memcpy(args + a->offset, &(int32_t){(int32_t)whole}, sizeof(int32_t));
+    }
+    if (a->flag >= 0) {
+        memcpy(args + a->flag, &(int32_t){1}, sizeof(int32_t));
+    }
+}
+
+static void take(call_state *j, const row_argument *a, word argument, char *args)
+{
+    word *boxed = a->optional ? (word *)(uintptr_t)argument : &argument;
+    if (!boxed) {
+        return;
+    }
+    if (a->type == 't') {
+        take_tensor(j, a->name, *boxed, (orchard_tensor *)(void *)(args + a->offset));
+    } else if (a->type == 'w') {
+        j->wanted = *boxed;
+    } else {
+        store(j, a, *boxed, args);
+    }
+    if (a->optional) {
         call_torch_delete_stable_ivalue(boxed);
     }
 }
 
-static double number(word argument)
-{
-    double value;
-    memcpy(&value, &argument, sizeof value);
-    return value;
-}
-
-static void take_seed(call_state *j, word argument, uint64_t *seed)
-{
-    orchard_tensor tensor = {.data = NULL};
-    take_optional(j, "seed", argument, &tensor);
-    if (tensor.dtype && (tensor.dtype != ORCHARD_I64 || tensor.rank != 0)) {
-        fail(j, ORCHARD_ERROR_DTYPE, "attention: seed must be one int64");
-    } else if (tensor.dtype) {
-        memcpy(seed, tensor.data, sizeof *seed);
-    }
-}
-
-static void take_scale(word argument, orchard_attention *to)
-{
-    word *scale = (word *)(uintptr_t)argument;
-    if (scale) {
-        to->has_scale = 1;
-        to->scale = number(*scale);
-        call_torch_delete_stable_ivalue(scale);
-    }
-}
-
-/* The 20 arguments that forward and backward share (ops.ATTENTION). */
-static void take_attention(call_state *j, const word *stack, orchard_attention *to)
-{
-    take(j, "q", stack[0], &to->q);
-    take(j, "k", stack[1], &to->k);
-    take(j, "v", stack[2], &to->v);
-    take_optional(j, "bias", stack[3], &to->bias);
-    take_optional(j, "mask", stack[4], &to->mask);
-    take_optional(j, "alibi", stack[5], &to->alibi);
-    take_optional(j, "sinks", stack[6], &to->sinks);
-    take_optional(j, "key_lengths", stack[7], &to->key_lengths);
-    take_optional(j, "cu_seqlens_q", stack[8], &to->cu_seqlens_q);
-    take_optional(j, "cu_seqlens_k", stack[9], &to->cu_seqlens_k);
-    take_seed(j, stack[10], &to->seed);
-    to->max_t = (int64_t)stack[11];
-    to->max_s = (int64_t)stack[12];
-    take_scale(stack[13], to);
-    to->causal = (stack[14] & 0xff) != 0;
-    to->align = (stack[15] & 0xff) != 0 ? ORCHARD_BOTTOM_RIGHT : ORCHARD_TOP_LEFT;
-    to->has_window = 1;
-    to->window_left = (int64_t)stack[16];
-    to->window_right = (int64_t)stack[17];
-    to->softcap = number(stack[18]);
-    to->dropout = number(stack[19]);
-}
-
-/* The 5 that those without options share. */
-static void take_plain(call_state *j, const word *stack, orchard_attention *to)
-{
-    take(j, "q", stack[0], &to->q);
-    take(j, "k", stack[1], &to->k);
-    take(j, "v", stack[2], &to->v);
-    take_scale(stack[3], to);
-    to->causal = (stack[4] & 0xff) != 0;
-}
-
-/* ---- Outputs: the layouts of outputs.py ------------------------------------------------------ */
+/* ---- Outputs: the layouts of signature.py --------------------------------------------------- */
 
 static int32_t torch_dtype(orchard_dtype dtype)
 {
@@ -391,25 +426,22 @@ static void prefer_large_pages(const orchard_tensor *made)
 #endif
 }
 
-static void make(call_state *j, const char *name, int32_t rank, const int64_t *size,
-                 const int64_t *stride, orchard_dtype dtype, orchard_tensor *to)
+static void make(call_state *j, const char *name, orchard_tensor *to)
 {
     handle made = NULL;
     if (j->status) {
         return;
     }
-    if (call_aoti_torch_empty_strided(rank, size, stride, torch_dtype(dtype), cpu_device, 0,
-                                      &made)) {
+    if (call_aoti_torch_empty_strided(to->rank, to->size, to->stride, torch_dtype(to->dtype),
+                                      cpu_device, 0, &made)) {
         char message[128];
         snprintf(message, sizeof message, "%s: torch has no memory for %s", j->op, name);
         fail(j, ORCHARD_ERROR_MEMORY, message);
         return;
     }
     j->outputs[j->output_count++] = made;
-    if (to) {
-        describe(j, name, made, true, to);
-        prefer_large_pages(to);
-    }
+    describe(j, name, made, true, to);
+    prefer_large_pages(to);
 }
 
 static int64_t at_least_one(int64_t size)
@@ -493,46 +525,50 @@ static void strides_like(const orchard_tensor *like, int64_t *stride)
     dense(rank, like->size, order, stride);
 }
 
-/* out's rows lie in the order of q's, whatever q's last stride; packed ones follow each other. */
-static void make_outputs(call_state *j, orchard_attention_forward_args *args)
+/* The rows of `to` in the order of those of `like`, whatever the last stride of `like`. */
+static void rows_like(const orchard_tensor *like, orchard_tensor *to)
 {
-    orchard_tensor like = args->attention.q;
-    const orchard_tensor *v = &args->attention.v;
-    const bool packed = args->attention.cu_seqlens_q.dtype != ORCHARD_DTYPE_NONE;
-    const int32_t rank = packed ? 3 : 4;
-    static const int32_t contiguous[2][3] = {{2, 1, 0}, {1, 0, 0}};
-    if (like.rank != rank || v->rank != rank) {
-        return; /* without an output the library looks at the inputs and says what is wrong */
+    orchard_tensor rows_of = *like;
+    const int32_t last = to->rank - 1;
+    rows_of.rank = last;
+    strides_like(&rows_of, to->stride);
+    for (int32_t i = 0; i < last; i++) {
+        to->stride[i] *= at_least_one(to->size[last]);
     }
-    int64_t stride[ORCHARD_MAX_RANK];
-    like.size[rank - 1] = v->size[rank - 1];
-    if (packed) {
-        dense(rank, like.size, contiguous[0], stride);
-    } else {
-        like.rank = 3;
-        strides_like(&like, stride);
-        for (int32_t i = 0; i < 3; i++) {
-            stride[i] *= at_least_one(like.size[3]);
-        }
-        stride[3] = 1;
-    }
-    make(j, "out", rank, like.size, stride, like.dtype, &args->out);
-    dense(rank - 1, like.size, contiguous[packed], stride);
-    make(j, "lse", rank - 1, like.size, stride,
-         like.dtype == ORCHARD_F64 ? ORCHARD_F64 : ORCHARD_F32, &args->lse);
+    to->stride[last] = 1;
 }
 
-static void make_gradient(call_state *j, const char *name, bool needed,
-                          const orchard_attention *from, const orchard_tensor *like,
-                          orchard_tensor *to)
+/* Sizes and dtypes are the library's, which says what is wrong where there are none. */
+static void make_outputs(call_state *j, const row *r, char *args)
 {
-    static const int64_t none = 0, step = 1;
-    if (needed && like->dtype && like->rank <= ORCHARD_MAX_RANK) {
-        int64_t stride[ORCHARD_MAX_RANK];
-        strides_like(like, stride);
-        make(j, name, like->rank, like->size, stride, like->dtype, to);
-    } else {
-        make(j, name, 1, &none, &step, from->q.dtype, NULL);
+    const orchard_tensor *first = NULL;
+    for (int32_t i = 0; i < r->argument_count && !first; i++) {
+        const bool given = r->arguments[i].type == 't' && !r->arguments[i].optional;
+        first = given ? (orchard_tensor *)(void *)(args + r->arguments[i].offset) : NULL;
+    }
+    for (int32_t i = 0; i < r->output_count && !j->status; i++) {
+        const row_output *output = &r->outputs[i];
+        orchard_tensor *to = (orchard_tensor *)(void *)(args + output->offset);
+        const orchard_tensor *like = (orchard_tensor *)(void *)(args + output->like);
+        if (output->layout == ABSENT) {
+            *to = (orchard_tensor){.data = NULL};
+            continue;
+        }
+        if (!to->dtype || !(output->required || (j->wanted >> i & 1))) {
+            orchard_tensor none = {.dtype = first->dtype, .rank = 1, .stride = {1}};
+            *to = (orchard_tensor){.data = NULL};
+            make(j, output->name, &none);
+            continue;
+        }
+        if (j->wanted >> (F32_BIT + i) & 1) {
+            to->dtype = ORCHARD_F32;
+        }
+        if (output->layout == LIKE) {
+            strides_like(like, to->stride);
+        } else if (output->layout == ROWS_LIKE) {
+            rows_like(like, to);
+        }
+        make(j, output->name, to);
     }
 }
 
@@ -557,106 +593,57 @@ static void finish(call_state *j, word *stack)
         return;
     }
     delete_all(j->outputs, &j->output_count);
+    memcpy(last_message, j->message, sizeof last_message);
     call_aoti_torch_check(false, j->op, "orchard", 0, j->message);
 }
 
-/* Computes with the arguments taken. */
-static void run_forward(call_state *j, orchard_attention_forward_args *args)
+static void run(const row *r, word *stack)
 {
-    if (!j->status) {
-        make_outputs(j, args);
+    union {
+        max_align_t aligned;
+        char bytes[MAX_ARGS_SIZE];
+    } args;
+    call_state j = {.op = r->op, .wanted = UINT16_MAX};
+    memset(args.bytes, 0, (size_t)r->args_size);
+    for (int32_t i = 0; i < r->argument_count; i++) {
+        take(&j, &r->arguments[i], stack[i], args.bytes);
     }
-    orchard_ctx *ctx = j->status ? NULL : this_context(j);
+    orchard_ctx *ctx = j.status ? NULL : this_context(&j);
     if (ctx) {
-        arrive(j, call_orchard_attention_forward(ctx, args));
+        arrive(&j, call_orchard_op_outputs(ctx, r->op, args.bytes));
     }
-}
-
-static void run_backward(call_state *j, orchard_attention_backward_args *args)
-{
-    orchard_ctx *ctx = j->status ? NULL : this_context(j);
-    if (ctx) {
-        arrive(j, call_orchard_attention_backward(ctx, args));
-    }
-}
-
-static void forward(word *stack, word input_count, word output_count)
-{
-    call_state j = {.op = "attention_forward"};
-    orchard_attention_forward_args args = {.out = {.data = NULL}};
-    (void)input_count, (void)output_count;
-    take_attention(&j, stack, &args.attention);
-    run_forward(&j, &args);
-    finish(&j, stack);
-}
-
-static void plain_forward(word *stack, word input_count, word output_count)
-{
-    call_state j = {.op = "attention_forward"};
-    orchard_attention_forward_args args = {.out = {.data = NULL}};
-    const orchard_attention *a = &args.attention;
-    (void)input_count, (void)output_count;
-    take_plain(&j, stack, &args.attention);
-    if ((stack[5] & 0xff) == 0 && (a->q.size[1] != a->k.size[1] || a->q.size[1] != a->v.size[1])) {
-        fail(&j, ORCHARD_ERROR_SHAPE, "attention_forward: q, k and v differ in their heads");
-    }
-    run_forward(&j, &args);
-    finish(&j, stack);
-}
-
-static void make_gradients(call_state *j, word needs, orchard_attention_backward_args *args)
-{
-    const orchard_attention *a = &args->attention;
-    if (!j->status) {
-        make_gradient(j, "dq", needs & 1, a, &a->q, &args->dq);
-        make_gradient(j, "dk", needs & 2, a, &a->k, &args->dk);
-        make_gradient(j, "dv", needs & 4, a, &a->v, &args->dv);
-    }
-}
-
-static void backward(word *stack, word input_count, word output_count)
-{
-    call_state j = {.op = "attention_backward"};
-    orchard_attention_backward_args args = {.dq = {.data = NULL}};
-    orchard_attention *a = &args.attention;
-    const word needs = stack[0];
-    (void)input_count, (void)output_count;
-    take(&j, "dout", stack[1], &args.dout);
-    take_optional(&j, "dlse", stack[2], &args.dlse);
-    take(&j, "out", stack[3], &args.out);
-    take(&j, "lse", stack[4], &args.lse);
-    take_attention(&j, stack + 5, a);
-    make_gradients(&j, needs, &args);
     if (!j.status) {
-        make_gradient(&j, "dbias", needs & 8, a, &a->bias, &args.dbias);
-        make_gradient(&j, "dsinks", needs & 16, a, &a->sinks, &args.dsinks);
+        make_outputs(&j, r, args.bytes);
     }
-    run_backward(&j, &args);
+    if (!j.status) {
+        arrive(&j, call_orchard_op_call(ctx, r->op, args.bytes));
+    }
     finish(&j, stack);
 }
 
-static void plain_backward(word *stack, word input_count, word output_count)
-{
-    call_state j = {.op = "attention_backward"};
-    orchard_attention_backward_args args = {.dq = {.data = NULL}};
-    const word needs = stack[0];
-    (void)input_count, (void)output_count;
-    take(&j, "dout", stack[1], &args.dout);
-    take(&j, "out", stack[2], &args.out);
-    take(&j, "lse", stack[3], &args.lse);
-    take_plain(&j, stack + 4, &args.attention);
-    make_gradients(&j, needs, &args);
-    run_backward(&j, &args);
-    finish(&j, stack);
-}
+/* torch's kernels in the order of `rows`: 64 functions, numbered in octal. */
+#define EIGHT(X, n) X(n##0) X(n##1) X(n##2) X(n##3) X(n##4) X(n##5) X(n##6) X(n##7)
+#define EACH(X)  \
+    EIGHT(X, 00) \
+    EIGHT(X, 01) EIGHT(X, 02) EIGHT(X, 03) EIGHT(X, 04) EIGHT(X, 05) EIGHT(X, 06) EIGHT(X, 07)
+#define KERNEL(n)                                                           \
+    static void kernel##n(word *stack, word input_count, word output_count) \
+    {                                                                       \
+        (void)input_count, (void)output_count;                              \
+        run(&rows[n], stack);                                               \
+    }
+EACH(KERNEL)
+#define NAME(n) kernel##n,
+static void (*const kernels[MAX_ROWS])(word *, word, word) = {EACH(NAME)};
 
 /* ---- What cpu.py calls ------------------------------------------------------------------- */
 
-/* The status behind this thread's last raised message, for the exception's class; once, so that it
- * is not taken for that of somebody else's message later. */
-ORCHARD_API int32_t orchard_torch_take_status(void)
+/* The status and the message that this thread raised last, for the exception's class; once, so that
+ * they are not taken for somebody else's later. */
+ORCHARD_API int32_t orchard_torch_take_error(const char **message)
 {
     const orchard_status taken = last_status;
+    *message = last_message;
     last_status = ORCHARD_OK;
     return taken;
 }
@@ -678,24 +665,14 @@ static const char *find(void *torch, void *orchard)
     return NULL;
 }
 
-static const struct {
-    const char *name;
-    void (*kernel)(word *stack, word input_count, word output_count);
-} kernels[] = {
-    {"attention_forward", forward},
-    {"attention", forward}, /* above it lies a formula for autograd */
-    {"attention_backward", backward},
-    {"_plain_forward", plain_forward},
-    {"_plain_backward", plain_backward},
-};
+static void *library; /* lives as long as the process: kernels vanish with it */
 
-/* Looks everything up and registers the kernels for CPU tensors. `torch` and `orchard` are open
- * libraries, `backend` as in orchard_ctx_opts or NULL; `forked`: torch's threads may be those of a
- * parent. NULL: done; else what stood in the way. */
-ORCHARD_API const char *orchard_torch_register(void *torch, void *orchard, const char *backend,
-                                               int32_t forked)
+/* Looks everything up. `torch` and `orchard` are open libraries, `backend` as in orchard_ctx_opts
+ * or NULL; `forked`: torch's threads may be those of a parent. NULL: done; else what stood in the
+ * way. */
+ORCHARD_API const char *orchard_torch_open(void *torch, void *orchard, const char *backend,
+                                           int32_t forked)
 {
-    static void *library; /* lives as long as the process: kernels vanish with it */
     const char *missing = find(torch, orchard);
     if (missing) {
         return missing;
@@ -722,10 +699,22 @@ ORCHARD_API const char *orchard_torch_register(void *torch, void *orchard, const
     if (call_aoti_torch_library_init_impl("orchard", "CPU", "kernel.c", __LINE__, &library)) {
         return "a library of implementations";
     }
-    for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++) {
-        if (call_aoti_torch_library_impl(library, kernels[i].name, kernels[i].kernel)) {
-            return kernels[i].name;
-        }
+    return NULL;
+}
+
+/* Registers a kernel for CPU tensors; the row stays where it is. NULL: done; else what stood in the
+ * way. */
+ORCHARD_API const char *orchard_torch_register(const row *added)
+{
+    const bool fits = row_count < MAX_ROWS && added->args_size <= MAX_ARGS_SIZE &&
+                      added->argument_count <= MAX_INPUTS && added->output_count <= MAX_OUTPUTS;
+    if (!fits) {
+        return "room for one more operation";
     }
+    rows[row_count] = *added;
+    if (call_aoti_torch_library_impl(library, added->name, kernels[row_count])) {
+        return added->name;
+    }
+    row_count++;
     return NULL;
 }

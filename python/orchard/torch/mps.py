@@ -8,8 +8,7 @@ PyTorch's own operations use, so their order is PyTorch's, nothing waits, and no
     if reason is None:
         launcher.run("attention_forward", operands, options)     # writes operands["out"]
 
-`forward` and `backward` do what `orchard::attention_*` do, or raise `Refused`; `report()` tells
-what became of the calls so far (a part of `orchard.report()`).
+`report()` tells what became of the calls so far (a part of `orchard.report()`).
 
 What compile_shader promises, and what is made of it:
 - argument i is buffer i; a tensor binds the MTLBuffer of its storage, private or shared, at the
@@ -27,6 +26,7 @@ changes for autograd: outputs must be fresh tensors.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Union
 
@@ -36,16 +36,11 @@ from .. import reports
 from .._exports import check_storage
 from .._library import ArgumentError, DtypeError, LayoutError, UnsupportedError
 from .._locks import ProcessLock
+from .._operations import describe
+from .._structs import HOST_READ
 from . import _launch
-from .operands import DTYPES
-from .outputs import (GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, check_present, new_gradients,
-                      new_outputs)
-
-Operands = Dict[str, Optional[torch.Tensor]]
-Options = Dict[str, Any]
-
-# Lengths, whose numbers the C library checks if it is given them.
-LENGTHS = ("key_lengths", "cu_seqlens_q", "cu_seqlens_k")
+from .signature import Operands, Options
+from .tensors import DTYPES
 
 NOT_COMPILED = "the device's compiler refused a kernel"  # as the C library says it
 FAST_MATH = "PYTORCH_MPS_FAST_MATH would let kernels lose infinities, NaN and precision"
@@ -67,6 +62,20 @@ _ANY_DEVICE = _launch.DeviceInfo(name=b"torch.mps", group_threads=1024, local_by
 # Storages get addresses so far apart, above all real ones, so that the C library finds overlaps.
 _NO_ADDRESS, _STORAGE_BITS = 1 << 60, 50
 _MOST_PLANS = 512
+
+
+@functools.lru_cache(maxsize=None)
+def host_read(op: str) -> Tuple[str, ...]:
+    """Lengths, whose numbers the C library checks if it is given them."""
+    return tuple(x.name for x in describe(op).inputs if x.role == HOST_READ)
+
+
+STRICT = "; strict forbids a fallback"
+
+
+def strict() -> bool:
+    """Whether a refusal is an error."""
+    return os.environ.get("ORCHARD_STRICT", "") not in ("", "0")
 
 
 class Refused(UnsupportedError):
@@ -184,7 +193,8 @@ class Launcher:
                   options: Mapping[str, Any], check_lengths: bool, asking: bool
                   ) -> Tuple[tuple, List[Tuple[str, torch.Tensor, int]]]:
         """All that a plan depends on, and each operand with the number that says where it lies."""
-        check_lengths = check_lengths and any(operands.get(name) is not None for name in LENGTHS)
+        check_lengths = check_lengths and any(operands.get(name) is not None
+                                              for name in host_read(op))
         storages: Dict[int, int] = {}
         described, key = [], []
         for name, tensor in operands.items():
@@ -214,7 +224,7 @@ class Launcher:
         """The args struct, and host tensors that must outlive it."""
         arguments, kept = _launch.Arguments(op), []
         for name, tensor, address in described:
-            if name in LENGTHS:
+            if name in host_read(op):
                 address = 0
                 if check_lengths:
                     kept.append(_on_host(tensor))
@@ -362,86 +372,3 @@ def report() -> reports.Report:
 
 
 reports.also(report)
-
-
-# ---- orchard::attention_forward and orchard::attention_backward by these kernels -----------------
-
-def named(q, k, v, bias, mask, alibi, sinks, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_t,
-          max_s, scale, causal, bottom_right, window_left, window_right, softcap,
-          dropout) -> Tuple[Operands, Options]:
-    """The arguments of the ops' schemas by the names of the C struct orchard_attention; options
-    that say nothing are left out."""
-    inputs = dict(q=q, k=k, v=v, bias=bias, mask=mask, alibi=alibi, sinks=sinks,
-                  key_lengths=key_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    options: Options = {}
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        options.update(max_t=max_t, max_s=max_s)
-    if scale is not None:
-        options.update(has_scale=1, scale=scale)
-    if causal:
-        options["causal"] = 1
-    if bottom_right:
-        options["align"] = 1
-    if (window_left, window_right) != (-1, -1):
-        options.update(has_window=1, window_left=window_left, window_right=window_right)
-    if softcap:
-        options["softcap"] = softcap
-    if dropout:
-        options.update(dropout=dropout, seed=0 if seed is None else int(seed))
-    return inputs, options
-
-
-def backward_operands(needs: int, inputs: Operands, dout: torch.Tensor,
-                      dlse: Optional[torch.Tensor], out: torch.Tensor, lse: torch.Tensor,
-                      made: Tensors5) -> Operands:
-    """All of backward's operands: the gradients that are needed are among `made`."""
-    operands = dict(inputs, dout=dout, dlse=dlse, out=out, lse=lse)
-    for bit, name, gradient in zip(GRADIENTS, GRADIENTS_OF, made):
-        if needs & bit and inputs[name] is not None:
-            operands["d" + name] = gradient
-    return operands
-
-
-def _limits(name: str, inputs: Operands, options: Options) -> tuple:
-    """What lengths were right for, and that nobody has written to them since; whose they are, for
-    a deep copy has its original's, and counts its versions from 0."""
-    lengths = inputs[name]
-    return (name, id(lengths), lengths._version, inputs["q"].shape, inputs["k"].shape,
-            options.get("max_t"), options.get("max_s"))
-
-
-def _given_lengths(inputs: Operands) -> List[str]:
-    return [name for name in LENGTHS if inputs[name] is not None]
-
-
-def _remember_lengths(inputs: Operands, options: Options) -> None:
-    """They were checked, which waited for the GPU: backward need not do so again."""
-    for name in _given_lengths(inputs):
-        if not inputs[name].is_inference():  # these count no versions
-            inputs[name]._orchard_limits = _limits(name, inputs, options)  # type: ignore
-
-
-def _lengths_are_known(inputs: Operands, options: Options) -> bool:
-    return all(not inputs[name].is_inference() and getattr(inputs[name], "_orchard_limits", None)
-               == _limits(name, inputs, options) for name in _given_lengths(inputs))
-
-
-def forward(q, k, v, *rest) -> Tensors2:
-    """attention_forward; parameters as in the schema."""
-    check_present("attention_forward", q=q, k=k, v=v)
-    operands, options = named(q, k, v, *rest)
-    out, lse = new_outputs(q, v, packed=operands["cu_seqlens_q"] is not None)
-    launcher.run("attention_forward", dict(operands, out=out, lse=lse), options)
-    _remember_lengths(operands, options)
-    return out, lse
-
-
-def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:
-    """attention_backward; parameters as in the schema."""
-    check_present("attention_backward", q=q, k=k, v=v)
-    inputs, options = named(q, k, v, bias, mask, alibi, sinks, *rest)
-    made = new_gradients(needs, q, k, v, bias, sinks)
-    operands = backward_operands(needs, inputs, dout, dlse, out, lse, made)
-    launcher.run("attention_backward", operands, options,
-                 check_lengths=not _lengths_are_known(inputs, options))
-    return made
