@@ -215,6 +215,7 @@ def test_opcheck(line):
     if case.call is case.operation.forward:
         args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
                 for x in case.arguments(torch.float64)]
+        args[0] |= case.call.bits([x for x in case.operation.saved if x in case.call.outputs])
         torch.library.opcheck(case.operation.op, args)
 
 
@@ -453,8 +454,10 @@ def test_checkpoints_and_saved_tensors_on_hooks():
 
 def test_a_change_in_place_of_what_backward_needs_is_noticed():
     ours, _, tensors = sample(0, torch.float32)
-    made = ours(tensors[0].clone().requires_grad_())
+    x = tensors[0].clone().requires_grad_()
+    made = ours(x)
     with torch.no_grad():
+        x.add_(1)
         made.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         made.sum().backward()
