@@ -156,7 +156,7 @@ class GeGLU(SwiGLU):
 # ---- In place of torch's own ---------------------------------------------------------------------
 
 def _compute(call: Callable, kind: int, *tensors: Tensor) -> Union[Tensor, Refusal]:
-    """In memory as torch's elementwise operations leave it: permuted inputs give permuted outputs."""
+    """In memory as torch's elementwise operations leave it: of permuted inputs permuted."""
     x = tensors[-1]
     if x.dtype not in FLOATS:
         return Refusal(f"its dtype is {x.dtype}")
@@ -204,13 +204,27 @@ def _in_place(run: Callable) -> Callable[..., Union[Tensor, Refusal]]:
     return written
 
 
+def _faster(least: int) -> Callable[..., Union[bool, str]]:
+    """From so many elements on; what without AVX-512 is faster is not so beside it."""
+    capability = torch.backends.cpu.get_cpu_capability()
+
+    def pays(x: Tensor, *options: Any) -> Union[bool, str]:
+        if not x.is_cpu or capability not in ("AVX2", "AVX512"):
+            return "not measured on this device"
+        if capability == "AVX512" and options[-1:] != ("tanh",):
+            return "torch is as fast with AVX-512"
+        return x.numel() >= least or "too small to gain"
+
+    return pays
+
+
 REPLACES = [
-    Replacement("aten::gelu", "activations", _gelu),
-    Replacement("aten::gelu_", "activations", _in_place(_gelu)),
-    Replacement("aten::gelu_backward", "activations", _gelu_backward),
-    Replacement("aten::silu", "activations", _silu),
-    Replacement("aten::silu_", "activations", _in_place(_silu)),
-    Replacement("aten::silu_backward", "activations", _silu_backward),
+    Replacement("aten::gelu", "activations", _gelu, _faster(2 ** 14)),
+    Replacement("aten::gelu_", "activations", _in_place(_gelu), _faster(2 ** 14)),
+    Replacement("aten::gelu_backward", "activations", _gelu_backward, _faster(2 ** 14)),
+    Replacement("aten::silu", "activations", _silu, _faster(2 ** 15)),
+    Replacement("aten::silu_", "activations", _in_place(_silu), _faster(2 ** 18)),
+    Replacement("aten::silu_backward", "activations", _silu_backward, _faster(2 ** 16)),
 ]
 
 
