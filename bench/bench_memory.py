@@ -59,7 +59,8 @@ def main():
     if options.measure:
         print(measure(options.measure[0], int(options.measure[1])))
         return
-    print("| tokens | Orchard, MiB | torch fused, MiB | torch formula, MiB |\n| --- | --- | --- | --- |")
+    print("| tokens | Orchard, MiB | torch fused, MiB | torch formula, MiB |")
+    print("| --- | --- | --- | --- |")
     for length in map(int, options.lengths.split(",")):
         cells = []
         for way in WAYS:
