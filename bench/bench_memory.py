@@ -17,8 +17,9 @@ WAYS = ("orchard", "fused", "formula")
 
 
 def peak():
-    """Bytes; macOS counts in bytes, Linux in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """In bytes; Linux counts in KiB."""
+    counted = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return counted if sys.platform == "darwin" else counted * 1024
 
 
 def measure(way, length):
@@ -27,7 +28,7 @@ def measure(way, length):
     import orchard.torch
 
     torch.set_num_threads(2)
-    kernels = [SDPBackend.MATH] if way == "formula" else [SDPBackend.FLASH_ATTENTION]
+    kernels = SDPBackend.MATH if way == "formula" else SDPBackend.FLASH_ATTENTION
     call = torch.nn.functional.scaled_dot_product_attention
     if way == "orchard":
         call = orchard.torch.scaled_dot_product_attention
@@ -58,7 +59,8 @@ def main():
     if options.measure:
         print(measure(options.measure[0], int(options.measure[1])))
         return
-    print("| tokens | Orchard, MiB | torch fused, MiB | torch formula, MiB |\n| --- | --- | --- | --- |")
+    print("| tokens | Orchard, MiB | torch fused, MiB | torch formula, MiB |")
+    print("| --- | --- | --- | --- |")
     for length in map(int, options.lengths.split(",")):
         cells = []
         for way in WAYS:

@@ -285,14 +285,17 @@ static void share(orch_call_text *text)
     }
 }
 
+/* Of a forward what its backward does not have: x as the backward's first numbers again would be
+ * its dout, along which a norm's gradient is 0. */
 static void fill_all(orch_call_text *text, const char *op, void *args, orchard_role only)
 {
     const orchard_operand_info *info;
-    uint64_t state = 1;
+    const int is_forward = op == text->forward;
+    uint64_t state = is_forward ? 2 : 1;
     for (int32_t n = 0; (info = orchard_op_operand(op, n)); n++) {
         const orchard_tensor *tensor = orch_call_tensor(op, args, info->name);
         const orch_call_note note = orch_call_note_of(text, info->name);
-        if (tensor->dtype && info->role != ORCHARD_OUT &&
+        if (tensor->dtype && info->role != ORCHARD_OUT && !(is_forward && has(text, info->name)) &&
             (only == ORCHARD_IN || info->role == only)) {
             fill(tensor, &note, &state);
         }

@@ -6,7 +6,8 @@
 
 #include "call_text.h"
 
-/* Every line of every room's cases; NULL at the end. Lines to be timed start with "bench ". */
+/* Every line of every room's cases; NULL at the end. Lines to be timed start with "bench ", calls
+ * that are refused with "wrong ". */
 extern const char *const orch_cases[];
 
 enum { ORCH_CALLS = 256, ORCH_CALL_LINE = 512 };

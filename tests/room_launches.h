@@ -151,24 +151,46 @@ static inline void move_away(const room_call *c, bool lengths)
     }
 }
 
-/* A device with just room for the largest operand, or with a byte less. */
+/* Why a device whose largest buffer has so many bytes would not take the call; "": it would. */
+static inline const char *reason_with(const room_call *c, orchard_ctx *ctx,
+                                      orchard_device_info info, uint64_t buffer_bytes,
+                                      uint64_t *scratch)
+{
+    orchard_launches *plan = NULL;
+    info.buffer_bytes = buffer_bytes;
+    WORKS(orchard_launches_create(ctx, &plan, c->op->name, c->text.args, backend, &info));
+    const char *reason = plan && plan->reason ? plan->reason : "";
+    for (int32_t i = 0; plan && i < plan->scratch_count; i++) {
+        *scratch = plan->scratch_bytes[i] > *scratch ? plan->scratch_bytes[i] : *scratch;
+    }
+    orchard_launches_free(plan);
+    return reason; /* which lives as long as the process */
+}
+
+/* A device with just room for the largest operand, or scratch, or with a byte less. */
 static inline void check_small_buffers(const room_place_of *at, const room_call *c,
                                        orchard_ctx *ctx, orchard_device_info info)
 {
-    static const char *const words[2] = {"an operand is larger than the device's largest buffer",
-                                         "scratch is larger than the device's largest buffer"};
-    uint64_t largest = 0;
+    static const char operand[] = "an operand is larger than the device's largest buffer";
+    static const char scratch_words[] = "scratch is larger than the device's largest buffer";
+    uint64_t largest = 0, scratch = 0;
     for (int i = 0; i < c->count; i++) {
         const uint64_t bytes = orch_tensor_extent(c->of[i].tensor);
         largest = bytes > largest ? bytes : largest;
     }
-    for (uint64_t missing = 0; missing < 2 && largest > 1; missing++) {
-        orchard_launches *plan = NULL;
-        info.buffer_bytes = largest - missing;
-        WORKS(orchard_launches_create(ctx, &plan, c->op->name, c->text.args, backend, &info));
-        const char *reason = plan && plan->reason ? plan->reason : words[1];
-        room_expect(strcmp(reason, words[!missing]) == 0, at, "%s", reason);
-        orchard_launches_free(plan);
+    const char *reason = reason_with(c, ctx, info, 0, &scratch);
+    room_expect(!*reason, at, "%s", reason);
+    if (largest > 1) {
+        reason = reason_with(c, ctx, info, largest - 1, &scratch);
+        room_expect(strcmp(reason, operand) == 0, at, "%s", reason);
+        reason = reason_with(c, ctx, info, largest, &scratch);
+        room_expect(strcmp(reason, scratch > largest ? scratch_words : "") == 0, at, "%s", reason);
+    }
+    if (scratch > largest && largest) {
+        reason = reason_with(c, ctx, info, scratch - 1, &scratch);
+        room_expect(strcmp(reason, scratch_words) == 0, at, "%s", reason);
+        reason = reason_with(c, ctx, info, scratch, &scratch);
+        room_expect(!*reason, at, "%s", reason);
     }
 }
 

@@ -89,7 +89,7 @@ typedef struct orchard_attention {
     /* Optional, shaped as lse and of its dtype: forward writes what lse lost when it was rounded,
      * and backward reads it. A row's exact log-sum-exp is lse + lse_rest. Without it every
      * probability of a row is off by lse's rounding, which is 6e-5 where scores are 1000. Only
-     * where lse is given, and for the backend that wrote it: another one rounds scores otherwise. */
+     * where lse is given, and for the backend that wrote it: others round scores otherwise. */
     orchard_tensor lse_rest;
 } orchard_attention;
 

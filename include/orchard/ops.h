@@ -9,7 +9,8 @@
  *     }
  *
  * Names follow one grammar: `<op>_backward` belongs to `<op>_forward`; `dx` is the gradient of `x`;
- * an operand of backward that has the name of one of forward's is that very tensor. */
+ * an operand of backward that has the name of one of forward's is that very tensor; `lse_rest` is
+ * what rounding took of `lse`: the exact number is their sum. */
 #ifndef ORCHARD_OPS_H
 #define ORCHARD_OPS_H
 

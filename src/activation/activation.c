@@ -72,13 +72,13 @@ static orchard_status check(const orch_op *op, const void *args, int32_t like, i
         orch_rows_flat(&p->rows, op, args, like);
         return ORCHARD_OK;
     }
-    if (x->rank == 0 || b->size[0] != last) {
+    if (b->size[0] != last) {
         return orch_fail(ORCHARD_ERROR_SHAPE,
-                         "%s: bias has size %" PRId64 ", must be %" PRId64
-                         " as x in its last dimension",
-                         op->name, b->size[0], last);
+                         "%s: %s has size %" PRId64 " in dimension %d, must be %" PRId64
+                         " as in %s",
+                         op->name, "bias", b->size[0], 0, last, op->operands[like].name);
     }
-    orch_rows_make(&p->rows, op, args, like, x->rank - 1, 1);
+    orch_rows_make(&p->rows, op, args, like, x->rank ? x->rank - 1 : 0, x->rank ? 1 : 0);
     return ORCHARD_OK;
 }
 

@@ -150,7 +150,14 @@ static bool mark_fully_masked(const orch_attention *p, const orch_attention_task
     panel *n = &state->panels[index];
     const real *q = state->q + index * p->D * PANEL, *dout = state->dout + index * p->E * PANEL;
     real sums[PANEL]; /* stay 0 while everything is finite */
-    bool any = false;
+    bool any = p->mask.present || p->bias.present;
+    for (int lane = 0; lane < n->lanes && !any; lane++) {
+        any = n->lane_lo[lane] >= n->lane_hi[lane];
+    }
+    if (!any) { /* every row sees a key */
+        return false;
+    }
+    any = false;
     for (int c = 0; c < PANEL; c += VW) {
         v_real sum = v_zero();
         for (int64_t d = 0; d < p->D; d++) {
@@ -188,7 +195,7 @@ static void panel_delta(const orch_attention *p, const orch_attention_task *task
     v_store(delta, sum[0]);
     v_store(delta + VW, sum[1]);
     for (int lane = 0; lane < n->lanes; lane++) {
-        if (!n->fully_masked[lane]) {
+        if (p->dlse.present && !n->fully_masked[lane]) {
             delta[lane] -= dlse_of(p, task, n, lane);
         }
         /* An out that is not finite comes in here alone, and 0 times it would be NaN. */

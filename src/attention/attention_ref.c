@@ -241,8 +241,8 @@ typedef struct row {
     double delta;
 } row;
 
-/* top + rest are lse and its rest; where they are too coarse, the largest logit and the logarithm of
- * its sum. */
+/* top + rest are lse and its rest; where they are too coarse, the largest logit and the logarithm
+ * of its sum. */
 static row make_row(const place *at, int64_t i)
 {
     const orch_attention *p = at->p;
