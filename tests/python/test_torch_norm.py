@@ -102,7 +102,7 @@ def test_gemma_and_module_state():
 
 @pytest.mark.parametrize("call, message", [
     (lambda f, x: f(x, (5,)), "does not end in"),
-    (lambda f, x: f(x, ()), "does not end in"),
+    (lambda f, x: f(x, ()), "must be a sequence of integers"),
     (lambda f, x: f(x, 1.5), "must be a sequence of integers"),
     (lambda f, x: f(x, (4,), weight_offset=1.0), "there is no weight"),
     (lambda f, x: f(x, (4,), torch.ones(4).double()), "weight is f64"),

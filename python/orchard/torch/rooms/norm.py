@@ -121,15 +121,12 @@ LAYER_NORM = Operation("layer_norm", _layer_forward, _layer_backward, operands={
 
 def _dims(of: Operation, input: Tensor, normalized_shape: Shape) -> int:
     """How many dimensions make a row."""
-    if isinstance(normalized_shape, INTEGER):
-        normalized_shape = (normalized_shape,)
-    try:
-        shape = tuple(normalized_shape)
-    except TypeError:
-        raise ArgumentError(f"{of.name}: normalized_shape is a {type(normalized_shape).__name__}, "
-                            "must be a sequence of integers") from None
+    shape = ((normalized_shape,) if isinstance(normalized_shape, INTEGER) else
+             tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else ())
     if not shape or tuple(input.shape[-len(shape):]) != shape:
         of.forward.signature.complain({"x": input}, {})  # of its dtype or rank, if they are wrong
+        if not shape:
+            raise ArgumentError(f"{of.name}: normalized_shape must be a sequence of integers")
         raise ShapeError(f"{of.name}: normalized_shape is {list(shape)}, which input of shape "
                          f"{list(input.shape)} does not end in")
     return len(shape)
