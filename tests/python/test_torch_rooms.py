@@ -211,11 +211,15 @@ def test_fakes_are_what_kernels_return(line):
 @pytest.mark.parametrize("line", LINES[::4])
 def test_opcheck(line):
     case = Case(line)
+    if 0 in case.arguments(torch.float32)[1].shape:
+        pytest.skip("NaN is what rows without columns give, which torch's check calls different")
     torch.library.opcheck(case.call.op, case.arguments(torch.float32))
     if case.call is case.operation.forward:
         args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
                 for x in case.arguments(torch.float64)]
-        args[0] |= case.call.bits([x for x in case.operation.saved if x in case.call.outputs])
+        operands = case.call.signature.named(args)[0]
+        saved = {case.operation._source(x, operands) for x in case.operation.saved}
+        args[0] |= case.call.bits([x for x in case.call.outputs if x in saved])
         torch.library.opcheck(case.operation.op, args)
 
 

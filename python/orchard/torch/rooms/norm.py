@@ -40,9 +40,11 @@ def _per_row(x: Tensor, dims: Optional[int]) -> Tensor:
 
 
 def _centred(x: Tensor, last: Tuple[int, ...]) -> Tuple[Tensor, Tensor]:
-    """(the mean, the differences from it), of which rows without columns have 0."""
+    """(the mean, the differences from it), centred anew after rounding: a large mean does no harm.
+    Rows without columns have the mean 0."""
     mean = x.mean(last, keepdim=True) if x.numel() else x.sum(last, keepdim=True)
-    return mean, x - mean
+    rest = (x - mean).mean(last, keepdim=True) if x.numel() else mean
+    return mean + rest, x - mean - rest
 
 
 def _scaled(normal: Tensor, weight: Maybe, offset: float, bias: Maybe) -> Tensor:
@@ -100,8 +102,7 @@ def _rms_backward(dout: Tensor, dsum: Maybe, x: Tensor, weight: Maybe, rstd: Ten
 
 def _layer_backward(dout: Tensor, dsum: Maybe, x: Tensor, weight: Maybe, mean: Tensor,
                     rstd: Tensor, dims: Optional[int], weight_offset: float) -> Tuple[Tensor, ...]:
-    # Centred anew: a mean that was rounded is not quite the mean.
-    from_mean = _centred(x - _per_row(mean, dims).detach(), _last(dims))[1]
+    from_mean = _centred(x, _last(dims))[1]
     return _gradients(dout, dsum, from_mean, True, weight, rstd, dims, weight_offset)
 
 
@@ -273,22 +274,23 @@ def samples(draw: Callable[..., Tensor]) -> Iterator[Tuple[Callable, Callable, l
     def by_hand(norm: Callable, dims: int, offset: float) -> Callable:
         def call(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tuple:
             total = x + residual
-            return norm(total, x.shape[-dims:], weight + offset) + bias, total
+            return norm(total, x.shape[-dims:]) * (weight + offset) + bias, total
         return call
 
     def fused(norm: Callable, dims: int, offset: float) -> Callable:
         return lambda x, residual, weight, bias: norm(
             x, x.shape[-dims:], weight, residual=residual, bias=bias, weight_offset=offset)
 
+    # By hand too, since torch 2.13's own Hessian of layer_norm with a weight is wrong.
     for ours, theirs, count in ((layer_norm, F.layer_norm, 2), (rms_norm, F.rms_norm, 1)):
         for size, dims in (((3, 37), 1), ((4, 5, 6), 2), ((7,), 1), ((2, 3, 4, 33), 1),
                            ((0, 5), 1)):
             yield plain(ours, dims), plain(theirs, dims), [draw(*size)], {}
-        for size, dims in (((3, 5), 1), ((2, 33, 129), 1), ((2, 3, 5, 4), 3)):
+        for size, dims in (((3, 17), 1), ((2, 33, 129), 1), ((2, 3, 5, 4), 3)):
             parameters = [draw(*size[-dims:]) for _ in range(count)]
             yield (plain(ours, dims, eps=1e-3), plain(theirs, dims, eps=1e-3),
                    [draw(*size), *parameters], {})
         yield (fused(ours, 1, 1.0), by_hand(theirs, 1, 1.0),
-               [draw(3, 9), draw(3, 9), draw(9), draw(9)], {})
+               [draw(2, 5), draw(2, 5), draw(5), draw(5)], {})
         yield (fused(ours, 2, 0.0), by_hand(theirs, 2, 0.0),
                [draw(2, 3, 4), draw(2, 3, 4), draw(3, 4), draw(3, 4)], {})
