@@ -9,6 +9,7 @@ import threading
 import time
 import types
 
+import planted_room
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,13 @@ def clean(request):
     assert vars(CausalBias)["__torch_function__"] is bias
     assert torch.backends.mha.get_fastpath_enabled() is fastpath
     assert switch.active() == []
+
+
+@pytest.fixture(autouse=True)
+def attention_alone():
+    """Import it where all that counts is attention: no room replaces anything."""
+    with planted_room.only():
+        yield
 
 
 def qkv(*shape, keys=None, dtype=torch.float32, grad=True, value_size=None):

@@ -8,7 +8,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from switch_testing import THE, clean, close, forked, held_by_another_thread, joined, qkv
+from switch_testing import (THE, attention_alone, clean, close, forked, held_by_another_thread, joined,
+                            qkv)
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
