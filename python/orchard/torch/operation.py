@@ -234,11 +234,13 @@ class Operation:
         records = torch.is_grad_enabled() and (mapped or any(x.requires_grad for x in tensors))
         if records:
             self._check_differentiable(given)
+        program = tracing.recording_graph()
+        if records or program:
             kept = [self._source(x, given) for x in self.saved]
             wanted |= forward.bits([x for x in kept if x in forward.outputs])
         args = forward.args(wanted, given)
         try:
-            if tracing.recording_graph() or (records and tracing.compiling()):
+            if program or (records and tracing.compiling()):
                 return _as_tuple(self.op(*args))
             if records:
                 return self.Forward.apply(*args)

@@ -141,14 +141,16 @@ class Signature:
         return known
 
     def _dtype(self, rule: str, operands: Operands) -> Optional[torch.dtype]:
-        """None: it hangs on an operand that is absent."""
-        word = rule.split("/")[0]
-        if word == "wide":
-            leading = operands[self._leading]
-            assert leading is not None
-            return torch.float64 if leading.dtype == torch.float64 else torch.float32
-        like = operands.get(word)
-        return None if like is None else like.dtype
+        """The first of the words that says one; None: they hang on operands that are absent."""
+        for word in rule.split("/"):
+            if word == "wide":
+                leading = operands[self._leading]
+                assert leading is not None
+                return torch.float64 if leading.dtype == torch.float64 else torch.float32
+            like = operands.get(word)
+            if like is not None:
+                return like.dtype
+        return None
 
     def shapes(self, operands: Operands, options: Options, wanted: int
                ) -> List[Optional[Tuple[Tuple, torch.dtype]]]:
