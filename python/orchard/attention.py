@@ -159,8 +159,8 @@ def shape_of(view: _structs.Tensor) -> Tuple[int, ...]:
     return tuple(view.size[:view.rank])
 
 
-def forward(run: Run, new: New, q: Any, k: Any, v: Any, out: Any, lse: Any, backend: Any,
-            threads: Any, options: Dict[str, Any]) -> Tuple[Any, Any, Any]:
+def forward(run: Run, new: New, q: Any, k: Any, v: Any, out: Any, lse: Any, lse_rest: Any,
+            backend: Any, threads: Any, options: Dict[str, Any]) -> Tuple[Any, Any, Any]:
     """Builds the forward call, with results by `new` where none are given, and hands it to `run`:
     (out, lse, what run returned)."""
     op = "attention_forward"
@@ -179,6 +179,8 @@ def forward(run: Run, new: New, q: Any, k: Any, v: Any, out: Any, lse: Any, back
                 lse = new(op, "lse", q, rows, lse_dtype(views.q.dtype))
         args.out = operands.output("out", out)
         args.lse = operands.output("lse", lse)
+        if lse_rest is not None:
+            views.lse_rest = operands.output("lse_rest", lse_rest)
         return out, lse, run(_context(op, backend, threads), operands, args)
 
 
@@ -199,8 +201,8 @@ def _asked(op: str, want: Any, given: Dict[str, Any]) -> set:
     return wanted | {name for name, array in given.items() if array is not None}
 
 
-def backward(run: Run, new: New, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any,
-             want: Any, given: Dict[str, Any], backend: Any, threads: Any,
+def backward(run: Run, new: New, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
+             lse_rest: Any, dlse: Any, want: Any, given: Dict[str, Any], backend: Any, threads: Any,
              options: Dict[str, Any]) -> Tuple[Gradients, Any]:
     """Builds the backward call as `forward` does: (gradients, what run returned)."""
     op = "attention_backward"
@@ -213,6 +215,8 @@ def backward(run: Run, new: New, dout: Any, q: Any, k: Any, v: Any, out: Any, ls
         _fill(operands, args.attention, options)
         for name, array in (("dout", dout), ("dlse", dlse), ("out", out), ("lse", lse)):
             setattr(args, name, operands.input(name, array))
+        if lse_rest is not None:
+            args.attention.lse_rest = operands.input("lse_rest", lse_rest)
         results = {}
         for name in sorted(asked):
             results[name] = given[name]
@@ -233,7 +237,7 @@ def attention_forward(
         cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_t: int = 0, max_s: int = 0,
         scale: Optional[float] = None, causal: bool = False, align: str = "top_left",
         window: Optional[Tuple[Optional[int], Optional[int]]] = None, softcap: float = 0.0,
-        dropout: float = 0.0, seed: int = 0, dropout_offset: int = 0,
+        dropout: float = 0.0, seed: int = 0, dropout_offset: int = 0, lse_rest: Any = None,
         backend: Optional[str] = None, threads: int = 0) -> Tuple[Any, Any]:
     """softmax(scale * q k^T + ...) v and the logarithm of its denominator, exactly, without the
     matrix: returns (out, lse).
@@ -259,6 +263,8 @@ def attention_forward(
         softcap: scores become softcap * tanh(score / softcap); 0 = off.
         dropout, seed, dropout_offset: probability of dropping an attention weight, and what the
             choice is a function of. Give backward the same.
+        lse_rest: memory as lse's for what lse loses when it is rounded. Give it to backward, where
+            scores are large: without it gradients are off by that rounding.
         backend: "cpu", "ref", "opencl", "metal" or a list "opencl,cpu"; None = those of
             ORCHARD_BACKEND, else all, best first.
         threads: up to 256; 0 = ORCHARD_THREADS, else as many as there are cores. Results do not
@@ -273,7 +279,7 @@ def attention_forward(
                    cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_t=max_t, max_s=max_s,
                    scale=scale, causal=causal, align=align, window=window, softcap=softcap,
                    dropout=dropout, seed=seed, dropout_offset=dropout_offset)
-    return forward(_run, _new, q, k, v, out, lse, backend, threads, options)[:2]
+    return forward(_run, _new, q, k, v, out, lse, lse_rest, backend, threads, options)[:2]
 
 
 @uncompiled
@@ -285,7 +291,7 @@ def attention_backward(
         cu_seqlens_k: Any = None, max_t: int = 0, max_s: int = 0, scale: Optional[float] = None,
         causal: bool = False, align: str = "top_left",
         window: Optional[Tuple[Optional[int], Optional[int]]] = None, softcap: float = 0.0,
-        dropout: float = 0.0, seed: int = 0, dropout_offset: int = 0,
+        dropout: float = 0.0, seed: int = 0, dropout_offset: int = 0, lse_rest: Any = None,
         backend: Optional[str] = None, threads: int = 0) -> Gradients:
     """Gradients of a loss with respect to q, k, v, bias and sinks.
 
@@ -298,6 +304,7 @@ def attention_backward(
         dq, dk, dv, dbias, dsinks: memory for the results (asks for them too); None: new arrays of
             the kind of q, k, v, bias, sinks, shaped and typed as those. They are written, not added
             to.
+        lse_rest: what forward wrote there, by the same backend.
 
     All other arguments are attention_forward's and must be the same as there.
     """
@@ -306,5 +313,5 @@ def attention_backward(
                    scale=scale, causal=causal, align=align, window=window, softcap=softcap,
                    dropout=dropout, seed=seed, dropout_offset=dropout_offset)
     given = dict(dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks)
-    return backward(_run, _new, dout, q, k, v, out, lse, dlse, want, given, backend, threads,
-                    options)[0]
+    return backward(_run, _new, dout, q, k, v, out, lse, lse_rest, dlse, want, given, backend,
+                    threads, options)[0]

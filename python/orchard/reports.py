@@ -48,13 +48,14 @@ def _explain(ctx: Context, operands: Operands, args: Any) -> Explanation:
 
 
 def _explain_forward(**call: Any) -> Explanation:
-    own = {name: call.pop(name) for name in ("q", "k", "v", "out", "lse", "backend", "threads")}
+    own = {name: call.pop(name) for name in ("q", "k", "v", "out", "lse", "lse_rest",
+                                             "backend", "threads")}
     return attention.forward(_explain, Imagined().new, options=call, **own)[2]
 
 
 def _explain_backward(**call: Any) -> Explanation:
-    own = {name: call.pop(name) for name in ("dout", "q", "k", "v", "out", "lse", "dlse", "want",
-                                             "backend", "threads")}
+    own = {name: call.pop(name) for name in ("dout", "q", "k", "v", "out", "lse", "lse_rest",
+                                             "dlse", "want", "backend", "threads")}
     given = {name: call.pop(name) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
     return attention.backward(_explain, Imagined().new, given=given, options=call, **own)[1]
 

@@ -47,9 +47,9 @@ def flash_attn_bwd(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     kept = states.unpack(mask, call)
     given = arguments(call, kept.seed)
     with torch.no_grad():
-        out, lse = attend(*given)
+        out, lse, lse_rest = attend(*given)
         states.check_same_scores(kept.lse, lse)
-        made = differentiate(DQ | DK | DV, folded(grad_out), None, out, kept.lse, *given)
+        made = differentiate(DQ | DK | DV, folded(grad_out), None, out, lse, lse_rest, *given)
     return made[0].view(q.shape), made[1].view(k.shape), made[2].view(v.shape)
 
 
@@ -68,12 +68,12 @@ class Flash(torch.autograd.Function):
         if isinstance(q, tracing.TRACED) and any(ctx.needs_input_grad):
             ops.refuse_redrawn_dropout(dropout_p)
         seed = new_seed(dropout_p) if seed is None else seed
-        out, lse = attend(*arguments(call, seed))
+        out, lse, lse_rest = attend(*arguments(call, seed))
         mask = states.pack(call, lse, seed)
         # No view: torch lets nobody change in place what is one. What is saved is what the caller
         # has, so that torch notices such a change.
         out = torch.ops.aten._unsafe_view.default(out, out_shape(q, v))
-        ctx.save_for_backward(q, k, v, out, lse, seed)
+        ctx.save_for_backward(q, k, v, out, lse, lse_rest, seed)
         ctx.options = (scale, dropout_p, causal)
         ctx.mark_non_differentiable(mask)
         ctx.set_materialize_grads(False)
@@ -89,9 +89,9 @@ def backward_of(ctx, grad_out: Optional[Tensor], run: Callable[..., tuple]) -> t
     needs = needed(ctx)
     if grad_out is None or not needs:
         return (None,) * 7
-    q, k, v, out, lse, seed = ctx.saved_tensors
+    q, k, v, out, lse, lse_rest, seed = ctx.saved_tensors
     call = checked(q, k, v, *ctx.options)
-    made = run(needs, folded(grad_out), None, folded(out), lse, *arguments(call, seed))
+    made = run(needs, folded(grad_out), None, folded(out), lse, lse_rest, *arguments(call, seed))
     grads = [None if x is None else x.view(of.shape) for x, of in zip(made, (q, k, v))]
     return (*grads, None, None, None, None)
 
@@ -101,19 +101,19 @@ def needed(ctx) -> int:
     return sum(bit for wanted, bit in zip(ctx.needs_input_grad, (DQ, DK, DV)) if wanted)
 
 
-def attend(*given) -> Tuple[Tensor, Tensor]:
-    """orchard::attention_forward, with Orchard's exceptions."""
+def attend(*given) -> Tuple[Tensor, Tensor, Tensor]:
+    """orchard::attention_forward_rest, with Orchard's exceptions."""
     try:
-        return ops.forward(*given)
+        return ops.forward_rest(*given)
     except RuntimeError as error:
         cpu.reraise(error)
 
 
 def differentiate(needs: int, dout: Tensor, dlse: Optional[Tensor], out: Tensor, lse: Tensor,
-                  *arguments) -> tuple:
+                  lse_rest: Optional[Tensor], *arguments) -> tuple:
     """orchard::attention_backward, None where not needed; itself differentiable where gradients are
     being recorded."""
-    return autograd.gradients(needs, dout, dlse, out, lse, arguments[:TENSORS],
+    return autograd.gradients(needs, dout, dlse, out, lse, lse_rest, arguments[:TENSORS],
                               arguments[TENSORS:])
 
 

@@ -138,7 +138,7 @@ def test_plans_are_kept_and_numbers_are_fresh(launcher, monkeypatch):
     for dropout in (0.0, 0.0, 0.5, 0.5):
         out = attention(*leaves, dropout_p=dropout)
         out.backward(torch.empty_like(out))
-    assert calls[4:] == ["attention_backward",                       # the forward's is known
+    assert calls[4:] == ["attention_forward", "attention_backward",  # with lse_rest between them
                          "attention_forward", "attention_backward",  # asked with dropout
                          "attention_forward", "attention_backward",  # and run with its seed
                          "attention_forward", "attention_backward"]
@@ -323,8 +323,8 @@ def test_a_backward_looks_at_lengths_that_no_forward_has_seen(launcher):
 
     def backward(*cu, longest=8):
         none = (None,) * 5
-        return torch.ops.orchard.attention_backward(7, q, None, q, lse, q, k, v, *none, *cu, None, longest,
-                                                    longest, *rest[2:])
+        return torch.ops.orchard.attention_backward(7, q, None, q, lse, None, q, k, v, *none, *cu, None,
+                                                    longest, longest, *rest[2:])
     cu = [fake_mps.tensor(torch.tensor(n)) for n in ([0, 5, 13], [0, 14, 13], [0, 8, 13])]
     with pytest.raises(ValueError, match="cu_seqlens_k.1. is 14"):
         backward(cu[0], cu[1])

@@ -234,7 +234,7 @@ def test_a_refused_backward_of_a_part_of_the_keys():
     for sinks in (None, torch.randn(4, dtype=torch.float64)):
         rest = None, None, None, sinks, *without_options(None, False)[4:]
         out, lse = op.attention_forward(q, k, v, *rest)
-        tensors = dout, None, out, lse, q, k[:, :, :4], v[:, :, :4], *rest[:4]
+        tensors = dout, None, out, lse, None, q, k[:, :, :4], v[:, :, :4], *rest[:4]
         needs = DQ | DK | DV | (0 if sinks is None else DSINKS)
         exact = op.attention_backward(needs, *tensors, *rest[4:])
         found = op.attention_backward(needs, *(x if x is None else fake_mps.tensor(x.clone())
@@ -250,7 +250,7 @@ def test_the_seed_of_a_refused_call_may_lie_anywhere():
     for place in (seed, fake_mps.tensor(seed)):
         rest = without_options(None, False, place, 0.4)
         out, lse = op.attention_forward(q, q, q, *rest)
-        results.append((out, lse, *op.attention_backward(needs, q, None, out, lse, q, q, q, *rest)))
+        results.append((out, lse, *op.attention_backward(needs, q, None, out, lse, None, q, q, q, *rest)))
     for a, b in zip(*results):
         assert torch.equal(a.cpu(), b.cpu())
 
@@ -273,7 +273,7 @@ def test_a_refused_backward_of_rows_that_see_nothing(sinks):
     lse[:, :, 2], lse[:, :, 3] = -torch.inf, torch.inf
     for x in (q, dout, dlse, out):
         x[:, :, 2] = torch.nan
-    tensors = dout, dlse, out, lse, q, k, v, *rest[:4]
+    tensors = dout, dlse, out, lse, None, q, k, v, *rest[:4]
     needs = DQ | DK | DV | (0 if sinks is None else DSINKS)
     exact = op.attention_backward(needs, *tensors, *rest[4:])
     assert all(x.isfinite().all() for x in exact)
@@ -602,10 +602,11 @@ def test_the_profile_has_a_line_for_every_operand(tmp_path):
     assert {tuple(words[4:]) for words in told} == {("direct", "shared")}
     assert [words[:4] for words in told] == (
         [["bind", "attention_forward", *words] for words in (
-            ("out", "4608"), ("lse", "288"), ("q", "4608"), ("k", "4608"), ("v", "4608"))]
+            ("out", "4608"), ("lse", "288"), ("lse_rest", "288"), ("q", "4608"), ("k", "4608"),
+            ("v", "4608"))]
         + [["bind", "attention_backward", *words] for words in (
             ("dq", "4608"), ("dk", "4608"), ("dv", "4608"), ("dout", "4"), ("out", "4608"),
-            ("lse", "288"), ("q", "4608"), ("k", "4608"), ("v", "4608"))])
+            ("lse", "288"), ("lse_rest", "288"), ("q", "4608"), ("k", "4608"), ("v", "4608"))])
     private = "torch.__version__ = '2.11.0'\nwide = fake_mps.tensor(torch.randn(2, 4, 9, 48))\n"
     (tmp_path / "profile.log").unlink()
     _, profile, _ = logs_of(tmp_path, private + "attention(*wide.split(16, -1))\n",
@@ -645,7 +646,7 @@ def test_lengths_that_changed_their_places_are_checked_again():
 
     out, lse = torch.ops.orchard.attention_forward(q, k, k, *rest(cu_q, cu_k))
     with pytest.raises(Exception, match=r"cu_seqlens_q\[2\] is 9"):
-        torch.ops.orchard.attention_backward(7, out, None, out, lse, q, k, k, *rest(cu_k, cu_q))
+        torch.ops.orchard.attention_backward(7, out, None, out, lse, None, q, k, k, *rest(cu_k, cu_q))
 
 
 def test_without_the_standin_these_tests_fail_with_a_message():

@@ -154,11 +154,13 @@ def ops_of(call):
         call()
     return {e.key for e in record.key_averages()
             if e.key in ("orchard::attention", "orchard::attention_forward",
+                         "orchard::attention_forward_rest",
                          "aten::_scaled_dot_product_flash_attention_for_cpu",
                          "aten::_scaled_dot_product_attention_math")}
 
 
-OURS = [{"orchard::attention"}, {"orchard::attention_forward"}]  # with a formula, and without
+# With a formula, without one, without gradients.
+OURS = [{"orchard::attention"}, {"orchard::attention_forward_rest"}, {"orchard::attention_forward"}]
 THEIRS = [{"aten::_scaled_dot_product_flash_attention_for_cpu"}]
 
 

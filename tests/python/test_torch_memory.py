@@ -98,33 +98,34 @@ DENSE = (torch.zeros(1, 2, 3, 3), torch.ones(1, 1, 3, 3, dtype=torch.bool), torc
 
 
 def dense():
-    out, lse = ops.forward(Q, Q, Q, *DENSE, SEED, 0, 0, *REST)
-    ops.backward(31, out, ROWS, out, lse, Q, Q, Q, *DENSE, SEED, 0, 0, *REST)
+    out, lse, lse_rest = ops.forward_rest(Q, Q, Q, *DENSE, SEED, 0, 0, *REST)
+    ops.backward(31, out, ROWS, out, lse, lse_rest, Q, Q, Q, *DENSE, SEED, 0, 0, *REST)
 
 
 def packed():
     options = *(None,) * 5, STARTS, STARTS, SEED, 2, 2, *REST
     out, lse = ops.forward(PACKED, PACKED, PACKED, *options)
-    ops.backward(7, out, lse, out, lse, PACKED, PACKED, PACKED, *options)
+    ops.backward(7, out, lse, out, lse, None, PACKED, PACKED, PACKED, *options)
 
 
 def plain():
-    out, lse = ops.plain_forward(Q, Q, Q, 0.5, True, False)
-    ops.plain_backward(7, out, out, lse, Q, Q, Q, 0.5, True)
+    ops.plain_forward(Q, Q, Q, 0.5, True)
+    out, *rows = ops.plain_forward_rest(Q, Q, Q, 0.5, True)
+    ops.plain_backward(7, out, out, *rows, Q, Q, Q, 0.5, True)
 
 
 def refused_by_kernel_c():
     with pytest.raises(RuntimeError, match="seed must be one int64"):
         ops.forward(Q, Q, Q, *DENSE, ROWS, 0, 0, *REST)
     with pytest.raises(RuntimeError, match="seed must be one int64"):
-        ops.backward(31, Q, ROWS, Q, ROWS, Q, Q, Q, *DENSE, ROWS, 0, 0, *REST)
+        ops.backward(31, Q, ROWS, Q, ROWS, ROWS, Q, Q, Q, *DENSE, ROWS, 0, 0, *REST)
 
 
 def refused_by_the_library():
     with pytest.raises(RuntimeError, match="k has head size 3"):
         ops.forward(Q, Q[..., 1:], Q, *DENSE, SEED, 0, 0, *REST)
     with pytest.raises(RuntimeError, match="k has head size 3"):
-        ops.backward(31, Q, ROWS, Q, ROWS, Q, Q[..., 1:], Q, *DENSE, SEED, 0, 0, *REST)
+        ops.backward(31, Q, ROWS, Q, ROWS, ROWS, Q, Q[..., 1:], Q, *DENSE, SEED, 0, 0, *REST)
 
 
 @glibc_only

@@ -150,10 +150,12 @@ def test_misuse_on_meta(case, recording, monkeypatch):
 @pytest.mark.parametrize("change", [
     dict(dout=torch.randn(2, 4, 5, 7)), dict(out=torch.randn(2, 4, 4, 8)),
     dict(lse=torch.randn(2, 4, 4)), dict(lse=torch.randn(2, 4, 5).double()),
+    dict(lse_rest=torch.randn(2, 4, 4)), dict(lse_rest=torch.randn(2, 4, 5).double()),
     dict(dlse=torch.randn(2, 4)), dict(k=torch.randn(2, 4, 5, 6)), dict(needs=0)],
     ids=str)
 def test_wrong_backwards_say_the_same_on_meta(change):
-    given = dict(needs=7, dout=Q, dlse=None, out=Q, lse=Q[..., 0].contiguous(), q=Q, k=Q, v=Q)
+    given = dict(needs=7, dout=Q, dlse=None, out=Q, lse=Q[..., 0].contiguous(), lse_rest=None,
+                 q=Q, k=Q, v=Q)
     given.update(change)
     rest = (*(None,) * 8, 0, 0, None, False, False, -1, -1, 0.0, 0.0)
     said = []
@@ -203,8 +205,8 @@ def test_direct_op_calls_say_the_same():
         ops.forward(Q[0, 0], Q, Q, *(None,) * 8, 0, 0, None, False, False, -1, -1, 0.0, 0.0)
     out, lse = ops.forward(Q, Q, Q, *(None,) * 8, 0, 0, None, False, False, -1, -1, 0.0, 0.0)
     with pytest.raises(Exception, match="no gradient is asked for"):
-        ops.backward(0, out, None, out, lse, Q, Q, Q, *(None,) * 8, 0, 0, None, False, False, -1,
-                     -1, 0.0, 0.0)
+        ops.backward(0, out, None, out, lse, None, Q, Q, Q, *(None,) * 8, 0, 0, None, False,
+                     False, -1, -1, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -214,8 +216,8 @@ def test_absent_operands_and_wrong_ranks_of_the_ops(device):
     for at in range(3):
         with pytest.raises((ValueError, RuntimeError), match=words):
             ops.forward(*[None if i == at else q for i in range(3)], *rest)
-    for at in (0, 2, 3, 4, 5, 6):
-        given = [None if i in (1, at) else q for i in range(7)]
+    for at in (0, 2, 3, 5, 6, 7):
+        given = [None if i in (1, 4, at) else q for i in range(8)]
         with pytest.raises((ValueError, RuntimeError), match=words):
             ops.backward(7, *given, *rest)
     with pytest.raises((ValueError, RuntimeError), match="has rank 2, must be"):
@@ -237,6 +239,7 @@ def operands(packed):
     size = (2 * T, H) if packed else (B, H, T)
     keys = (2 * S, H) if packed else (B, H, S)
     given = dict(dout=torch.randn(*size, E), dlse=torch.randn(size), out=None, lse=None,
+                 lse_rest=torch.zeros(size),
                  q=torch.randn(*size, D), k=torch.randn(*keys, D), v=torch.randn(*keys, E),
                  bias=torch.randn(1, H, T, S), mask=torch.rand(1, 1, T, S) < 0.9,
                  alibi=torch.rand(H), sinks=torch.randn(H), key_lengths=torch.tensor([S, S - 2]),
@@ -251,7 +254,7 @@ def run(op, kernels, given, packed):
     options = (7 * packed, 7 * packed, None, False, False, -1, -1, 0.0, 0.25)
     forward, backward = kernels
     if op == "attention_forward":
-        return forward(*list(given.values())[4:], *options)
+        return forward(*list(given.values())[5:], *options)
     return backward(31 if not packed else 23, *given.values(), *options)
 
 
@@ -263,7 +266,7 @@ def test_every_operand_must_fit_into_its_storage(kernels, op, packed):
     given = operands(packed)
     given["out"], given["lse"] = run("attention_forward", kernels, given, packed)
     run(op, kernels, given, packed)
-    first = 0 if op == "attention_backward" else 4
+    first = 0 if op == "attention_backward" else 5
     for name in [name for name, x in list(given.items())[first:] if x is not None]:
         whole = given[name].numel() * given[name].element_size()
         for there in (0, whole - 1):

@@ -79,20 +79,22 @@ def check_op(op, name, args):
 @pytest.mark.parametrize("name", SAMPLES)
 def test_opcheck_forward(name):
     check_op(ops.forward, name, SAMPLES[name])
+    check_op(ops.forward_rest, name, SAMPLES[name])
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("all_gradients", [True, False])
 def test_opcheck_backward(name, all_gradients):
     args = SAMPLES[name]
-    out, lse = ops.forward(*args)
+    out, lse, lse_rest = ops.forward_rest(*args)
     needs = outputs.DQ | outputs.DK | outputs.DV if all_gradients else outputs.DV
     if all_gradients:
         needs |= (outputs.DBIAS if args[3] is not None else 0) | (
             outputs.DSINKS if args[6] is not None else 0)
     dlse = torch.randn_like(lse) if all_gradients else None
     check_op(ops.backward, name if all_gradients else "",
-             (needs, torch.randn_like(out), dlse, out, lse, *args))
+             (needs, torch.randn_like(out), dlse, out, lse, lse_rest if all_gradients else None,
+              *args))
 
 
 def steps(tensor):
@@ -103,14 +105,16 @@ def steps(tensor):
 @pytest.mark.parametrize("name", SAMPLES)
 def test_fakes_have_the_real_strides(name):
     args = SAMPLES[name]
-    real = ops.forward(*args)
+    real = ops.forward_rest(*args)
     grads = ops.backward(7, torch.ones_like(real[0]), None, *real, *args)
     with torch._subclasses.FakeTensorMode() as mode:
         fake_args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-        fake = ops.forward(*fake_args)
+        fake = ops.forward_rest(*fake_args)
         fake_grads = ops.backward(7, torch.ones_like(fake[0]), None, *fake, *fake_args)
     for a, b in zip((*real, *grads), (*fake, *fake_grads)):
         assert (a.shape, a.dtype, steps(a)) == (b.shape, b.dtype, steps(b))
+    for a, b in zip(ops.forward(*args), real):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "fused"])
@@ -147,7 +151,7 @@ def test_an_op_called_directly_has_no_gradient():
     assert all(x.grad is not None for x in leaves)
 
 
-@pytest.mark.parametrize("op", [ops.forward, ops.backward], ids=str)
+@pytest.mark.parametrize("op", [ops.forward, ops.forward_rest, ops.backward], ids=str)
 def test_tags(op):
     """What compilers may rely on, whatever their settings say of ops without tags."""
     assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} == set(op.tags)
@@ -156,7 +160,7 @@ def test_tags(op):
 def test_only_needed_gradients_are_computed():
     args = SAMPLES["plain"]
     out, lse = ops.forward(*args)
-    made = ops.backward(outputs.DK, torch.ones_like(out), None, out, lse, *args)
+    made = ops.backward(outputs.DK, torch.ones_like(out), None, out, lse, None, *args)
     assert [x.numel() > 0 for x in made] == [False, True, False, False, False]
 
 

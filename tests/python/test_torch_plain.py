@@ -41,7 +41,8 @@ def served(monkeypatch):
             return op(*args)
         return call
 
-    monkeypatch.setattr(ops, "plain_forward", counting("forward", ops.plain_forward))
+    for name in ("plain_forward", "plain_forward_rest"):
+        monkeypatch.setattr(ops, name, counting("forward", getattr(ops, name)))
     monkeypatch.setattr(ops, "plain_backward", counting("backward", ops.plain_backward))
     return counts
 
@@ -84,11 +85,12 @@ def test_only_what_is_needed(served, which):
 
 def test_python_kernels_give_the_same():
     inputs = [x.detach() for x in leaves((2, 4, 9, 8), (2, 2, 7, 8), (2, 2, 7, 5))]
-    out, lse = ops.plain_forward(*inputs, 0.5, True)
-    for a, b in zip((out, lse), cpu.in_python(operands.PLAIN_FORWARD)(*inputs, 0.5, True)):
-        assert torch.equal(a, b)
+    out, lse, lse_rest = ops.plain_forward_rest(*inputs, 0.5, True)
+    for signature in (operands.PLAIN_FORWARD, operands.PLAIN_FORWARD_REST):
+        for a, b in zip((out, lse, lse_rest), cpu.in_python(signature)(*inputs, 0.5, True)):
+            assert torch.equal(a, b)
     for needs in range(1, 8):
-        args = needs, torch.ones_like(out), out, lse, *inputs, 0.5, True
+        args = needs, torch.ones_like(out), out, lse, lse_rest, *inputs, 0.5, True
         made = ops.plain_backward(*args)
         assert len(made) == 3
         for a, b in zip(made, cpu.in_python(operands.PLAIN_BACKWARD)(*args)):
@@ -123,7 +125,7 @@ def test_function_modes_see_the_public_ops(served):
     inputs = leaves()
     with WatchFunctions() as watch:
         out = attention(*inputs)
-    assert ops.forward in watch.seen and served["forward"] == 0
+    assert ops.forward_rest in watch.seen and served["forward"] == 0
     assert torch.equal(out, attention(*inputs))
     with WatchFunctions() as watch:  # torch shows it nothing of backward
         gradients(out, inputs)
@@ -134,7 +136,7 @@ def test_modes_see_the_public_ops(served):
     inputs = leaves()
     with Watch() as watch:
         out = attention(*inputs)
-    assert ops.forward in watch.seen and served["forward"] == 0
+    assert ops.forward_rest in watch.seen and served["forward"] == 0
     with Watch() as watch:
         gradients(out, inputs)
     assert ops.backward in watch.seen

@@ -314,12 +314,15 @@ def prepare():
     def forward(d):
         op, given = ops.forward, op_list(d)
         if d.device == "cpu" and d.r.random() < 0.2:
-            op, given = ops.plain_forward, {**plain(given), "gqa": d.r.random() < 0.8}
+            op, given = d.r.choice([ops.plain_forward, ops.plain_forward_rest]), plain(given)
+        elif d.r.random() < 0.3:
+            op = ops.forward_rest
         d.replace(given)
-        out, lse = op(*given.values())
+        out, lse, *rest = op(*given.values())
         q, v = given["q"], given["v"]
         assert out.shape == (*q.shape[:-1], v.shape[-1]) and lse.shape == q.shape[:-1]
         assert out.dtype == q.dtype and out.device == q.device == lse.device
+        assert all((x.shape, x.dtype, x.device) == (lse.shape, lse.dtype, lse.device) for x in rest)
         if d.plain and d.device != "meta":
             assert out.isfinite().all()
         return "computed"
@@ -337,10 +340,12 @@ def prepare():
         lse = d.tensor(*shape[:-1], dtype=wide)
         own = {"needs": d.r.choice([7, 7, 7, 7, 1, 2, 4, 31, 15, 16, 0, 32, -1, 2 ** 40]),
                "dout": dout, "dlse": d.maybe(lambda: d.tensor(*shape[:-1], dtype=wide)),
-               "out": out, "lse": lse}
+               "out": out, "lse": lse,
+               "lse_rest": d.maybe(lambda: d.tensor(*shape[:-1], dtype=wide))}
         op = ops.backward
         if d.device == "cpu" and own["dlse"] is None and d.r.random() < 0.3:
             del own["dlse"]
+            own["lse_rest"] = lse if own["lse_rest"] is None else own["lse_rest"]
             op, given = ops.plain_backward, plain(given)
         given = {**own, **given}
         d.replace(given)

@@ -104,7 +104,7 @@ def test_too_many_dimensions(kernels):
         with pytest.raises((orchard.ShapeError, RuntimeError), match="attention_forward" + said):
             forward(*wrong, *numbers)
         with pytest.raises((orchard.ShapeError, RuntimeError), match="attention_backward" + said):
-            backward(7, x, None, out, lse, *wrong, *numbers)
+            backward(7, x, None, out, lse, None, *wrong, *numbers)
 
 
 def test_ops_refuse_one_operand_on_meta():
@@ -115,8 +115,9 @@ def test_ops_refuse_one_operand_on_meta():
     calls = [lambda y: ops.forward(x, y, x, *nothing, seed, *rest),
              lambda y: ops.forward(x, x, x, y, *nothing[1:], seed, *rest),
              lambda y: ops.forward(x, x, x, *nothing, y.long(), *rest),
-             lambda y: ops.backward(7, y, None, out, lse, x, x, x, *nothing, seed, *rest),
-             lambda y: ops.backward(7, x, None, out, lse, x, x, x, *nothing, y.long(), *rest)]
+             lambda y: ops.backward(7, y, None, out, lse, None, x, x, x, *nothing, seed, *rest),
+             lambda y: ops.backward(7, x, None, out, lse, y[..., 0], x, x, x, *nothing, seed, *rest),
+             lambda y: ops.backward(7, x, None, out, lse, None, x, x, x, *nothing, y.long(), *rest)]
     for call in calls:
         with pytest.raises(orchard.ArgumentError, match="q is on cpu, .* on meta"):
             call(x.to("meta"))
@@ -330,8 +331,8 @@ def test_seeds_reach_63_bits():
 def test_outputs_are_fresh():
     q, k, v = (x.detach() for x in leaves())
     out, lse = attention(q, k, v, return_lse=True)
-    grads = ops.backward(7, out, None, out, lse, q, k, v, *(None,) * 8, 0, 0, None, False, False,
-                         -1, -1, 0.0, 0.0)
+    grads = ops.backward(7, out, None, out, lse, None, q, k, v, *(None,) * 8, 0, 0, None, False,
+                         False, -1, -1, 0.0, 0.0)
     storages = [x.untyped_storage().data_ptr() for x in (q, k, v, out, lse, *grads[:3])]
     assert len(set(storages)) == len(storages)
 
@@ -351,7 +352,7 @@ def test_gradients_of_any_stride():
 
 def test_arguments_equal_to_zero_reach_the_kernel():
     """Defaults in a schema are dropped before a Python kernel: the schemas have none."""
-    for op in (ops.forward, ops.backward):
+    for op in (ops.forward, ops.forward_rest, ops.backward):
         assert not any(a.has_default_value() for a in op._schema.arguments)
     q, k, v = (x.detach() for x in leaves())
     torch.testing.assert_close(attention(q, k, v, scale=0.0),

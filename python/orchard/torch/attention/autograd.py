@@ -36,7 +36,7 @@ def _backward(*args):
         cpu.reraise(error)
 
 
-def gradients(needs: int, dout, dlse, out, lse, tensors, options):
+def gradients(needs: int, dout, dlse, out, lse, lse_rest, tensors, options):
     """dq ... dsinks, None where not needed; differentiable if gradients are being recorded."""
     if not needs or (dout is None and dlse is None):
         return (None,) * 5
@@ -50,29 +50,29 @@ def gradients(needs: int, dout, dlse, out, lse, tensors, options):
         with no_autocast(q):
             made = explicit.gradients(tensors, options, dout, dlse, q, k, v, bias, sinks)
     elif torch.is_grad_enabled():
-        made = AttentionBackward.apply(needs, dout, dlse, out, lse, *tensors, *options)
+        made = AttentionBackward.apply(needs, dout, dlse, out, lse, lse_rest, *tensors, *options)
     else:
-        made = _backward(needs, dout, dlse, out, lse, *tensors, *options)
+        made = _backward(needs, dout, dlse, out, lse, lse_rest, *tensors, *options)
     return tuple(x if needs >> i & 1 else None for i, x in enumerate(made))
 
 
 class Refused(Exception):
-    """orchard::_plain_forward did not take its arguments. Not its own error: around it others' code
+    """orchard::_plain_forward_rest did not take its arguments. Not its own error: around it others' code
     may raise too."""
 
 
 class AttentionPlain(torch.autograd.Function):
-    """out of orchard::_plain_forward, for callers who know that nobody looks on."""
+    """out of orchard::_plain_forward_rest, for callers who know that nobody looks on."""
 
     @staticmethod
     def forward(ctx, q, k, v, options):
         scale, causal = options
         try:
-            out, lse = ops.plain_forward(q, k, v, scale, causal)
+            out, lse, lse_rest = ops.plain_forward_rest(q, k, v, scale, causal)
         except (RuntimeError, OrchardError) as error:
             found = cpu.translate(error)
             raise (Refused if cpu.misused(found) else found) from None
-        ctx.save_for_backward(out, lse, q, k, v)
+        ctx.save_for_backward(out, lse, lse_rest, q, k, v)
         ctx.options = scale, causal
         ctx.set_materialize_grads(False)
         return out
@@ -81,8 +81,9 @@ class AttentionPlain(torch.autograd.Function):
     def backward(ctx, dout):
         """Whoever looks on."""
         q, k, v, _ = ctx.needs_input_grad
-        out, lse, *tensors = (*ctx.saved_tensors, *operands.without_options(*ctx.options))
-        return (*gradients(q | k << 1 | v << 2, dout, None, out, lse, tensors[:TENSORS],
+        out, lse, lse_rest, *tensors = (*ctx.saved_tensors,
+                                        *operands.without_options(*ctx.options))
+        return (*gradients(q | k << 1 | v << 2, dout, None, out, lse, lse_rest, tensors[:TENSORS],
                            tensors[TENSORS:])[:3], None)
 
 
@@ -107,7 +108,7 @@ if hasattr(AttentionPlain, "_backward_cls"):
 
 
 class AttentionFast(torch.autograd.Function):
-    """out, or (out, lse), of orchard::attention_forward. What takes no gradient comes in two
+    """out, or (out, lse), of orchard::attention_forward_rest. What takes no gradient comes in two
     tuples, an lse that nobody wants is no output: each saves microseconds."""
 
     @classmethod
@@ -126,8 +127,8 @@ class AttentionFast(torch.autograd.Function):
     def forward(ctx, q, k, v, bias, sinks, others, options, with_lse):
         mask, alibi, key_lengths, cu_q, cu_k, seed = others
         tensors = q, k, v, bias, mask, alibi, sinks, key_lengths, cu_q, cu_k, seed
-        out, lse = ops.forward(*tensors, *options)
-        ctx.save_for_backward(out, lse, *tensors)
+        out, lse, lse_rest = ops.forward_rest(*tensors, *options)
+        ctx.save_for_backward(out, lse, lse_rest, *tensors)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return (out, lse) if with_lse else out
@@ -136,8 +137,9 @@ class AttentionFast(torch.autograd.Function):
     def backward(ctx, dout, dlse=None):
         q, k, v, bias, sinks, _, _, _ = ctx.needs_input_grad
         needs = q | k << 1 | v << 2 | bias << 3 | sinks << 4
-        out, lse, *tensors = ctx.saved_tensors
-        return (*gradients(needs, dout, dlse, out, lse, tensors, ctx.options), None, None, None)
+        out, lse, lse_rest, *tensors = ctx.saved_tensors
+        return (*gradients(needs, dout, dlse, out, lse, lse_rest, tensors, ctx.options),
+                None, None, None)
 
 
 # What Function.apply ends with.
@@ -158,11 +160,11 @@ def record_plain(q, k, v, scale, causal) -> Optional[torch.Tensor]:
 
 
 class Attention(torch.autograd.Function):
-    """The same for torch.func, with the arguments of the op's schema."""
+    """The same for torch.func, with the arguments and results of the op's schema."""
 
     @staticmethod
     def forward(*args):
-        return ops.forward(*args)
+        return ops.forward_rest(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -170,13 +172,15 @@ class Attention(torch.autograd.Function):
         ctx.save_for_forward(*inputs[:TENSORS])
         ctx.options = inputs[TENSORS:]
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[2])
 
     @staticmethod
-    def backward(ctx, dout, dlse):
-        out, lse, *tensors = ctx.saved_tensors
+    def backward(ctx, dout, dlse, _):
+        out, lse, lse_rest, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         needs = sum(bit for at, bit in zip((Q, K, V, BIAS, SINKS), outputs.GRADIENTS) if wanted[at])
-        dq, dk, dv, dbias, dsinks = gradients(needs, dout, dlse, out, lse, tensors, ctx.options)
+        dq, dk, dv, dbias, dsinks = gradients(needs, dout, dlse, out, lse, lse_rest, tensors,
+                                              ctx.options)
         return (dq, dk, dv, dbias, None, None, dsinks,
                 *[None] * (TENSORS - 7 + len(ctx.options)))
 
@@ -190,7 +194,7 @@ class Attention(torch.autograd.Function):
         with forward_ad._set_fwd_grad_enabled(True):
             tensors = [x if x is None or not x.is_floating_point()
                        else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
-            return explicit.tangents(tensors, ctx.options, dq, dk, dv, dbias, dsinks)
+            return (*explicit.tangents(tensors, ctx.options, dq, dk, dv, dbias, dsinks), None)
 
     vmap = staticmethod(batching.forward)
 
@@ -202,8 +206,8 @@ torch.library.register_autograd("orchard::attention", Attention.backward,
 class AttentionBackward(torch.autograd.Function):
     """(dq, dk, dv, dbias, dsinks) of orchard::attention_backward, differentiable once more.
 
-    The gradients are functions of dout, dlse, q, k, v, bias and sinks; out and lse, which the op
-    takes to save work, depend on those and so carry no derivative of their own.
+    The gradients are functions of dout, dlse, q, k, v, bias and sinks; out, lse and lse_rest, which
+    the op takes to save work, depend on those and so carry no derivative of their own.
     """
 
     @staticmethod
@@ -212,9 +216,9 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        needs, dout, dlse, _, _ = inputs[:5]
-        ctx.save_for_backward(dout, dlse, *inputs[5:5 + TENSORS])
-        ctx.needs, ctx.options = needs, inputs[5 + TENSORS:]
+        needs, dout, dlse, _, _, _ = inputs[:6]
+        ctx.save_for_backward(dout, dlse, *inputs[6:6 + TENSORS])
+        ctx.needs, ctx.options = needs, inputs[6 + TENSORS:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[made for bit, made in zip(outputs.GRADIENTS, output)
                                       if not needs & bit])
@@ -224,7 +228,7 @@ class AttentionBackward(torch.autograd.Function):
         dout, dlse, *tensors = ctx.saved_tensors
         found = explicit.second_order(ctx.needs, cotangents, dout, dlse, tensors, ctx.options)
         ddout, ddlse, dq, dk, dv, dbias, dsinks = found
-        return (None, ddout, ddlse, None, None, dq, dk, dv, dbias, None, None, dsinks,
+        return (None, ddout, ddlse, None, None, None, dq, dk, dv, dbias, None, None, dsinks,
                 *[None] * (TENSORS - 7 + len(ctx.options)))
 
     vmap = staticmethod(batching.backward)

@@ -19,7 +19,8 @@ DROPOUT = -1  # its place among the arguments of ops.ATTENTION
 # The operands with a batch, first in each sample, and their ranks; those of which 1 element may
 # serve the whole batch.
 RANKS = {Q: 4, K: 4, V: 4, BIAS: 4, MASK: 4, ALIBI: 2, KEY_LENGTHS: 1}
-OWN_RANKS = (4, 3, 4, 3)  # backward's own: dout, dlse, out, lse
+OWN_RANKS = (4, 3, 4, 3, 3)  # backward's own: dout, dlse, out, lse, lse_rest
+OWN = slice(1, 1 + len(OWN_RANKS))
 MAY_REPEAT = (BIAS, MASK)
 
 
@@ -86,22 +87,23 @@ def map_forward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     if not count or _unfoldable(in_dims, args):
         return one_by_one(call, count, in_dims, args)
     folded, batch = _fold_attention(count, in_dims, args, False)
-    out, lse = call(*folded)
-    return (out.unflatten(0, (count, batch)), lse.unflatten(0, (count, batch))), (0, 0)
+    made = tuple(x.unflatten(0, (count, batch)) for x in call(*folded))
+    return made, (0,) * len(made)
 
 
 def map_backward(call: Callable, count: int, in_dims: Sequence, args: Sequence):
     """vmap's rule for a call with the arguments of attention_backward."""
-    needs, own, rest = args[0], args[1:5], args[5:]
-    if not count or _unfoldable(in_dims[5:], rest, in_dims[1:5], own) or needs & DSINKS:
+    needs, own, own_dims = args[0], args[OWN], in_dims[OWN]
+    shared, dims = args[OWN.stop:], in_dims[OWN.stop:]
+    if not count or _unfoldable(dims, shared, own_dims, own) or needs & DSINKS:
         return one_by_one(call, count, in_dims, args)
-    folded, batch = _fold_attention(count, in_dims[5:], rest, True)
-    own = [_fold(count, batch, x, d, r, True) for x, d, r in zip(own, in_dims[1:5], OWN_RANKS)]
+    folded, batch = _fold_attention(count, dims, shared, True)
+    own = [_fold(count, batch, x, d, r, True) for x, d, r in zip(own, own_dims, OWN_RANKS)]
     made = list(call(needs, *own, *folded))
     for i, gradient in enumerate(made):
         if needs >> i & 1:
             made[i] = gradient.unflatten(0, (count, batch))
-    if needs & DBIAS and batch != 1 and _sample_shape(rest[BIAS], in_dims[5 + BIAS])[0] == 1:
+    if needs & DBIAS and batch != 1 and _sample_shape(shared[BIAS], dims[BIAS])[0] == 1:
         made[3] = made[3].sum(1, keepdim=True)
     dims = tuple(0 if needs >> i & 1 else None for i in range(5))
     return tuple(made), dims

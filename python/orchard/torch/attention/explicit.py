@@ -258,6 +258,7 @@ class Softmax(NamedTuple):
     slope: Union[float, torch.Tensor]  # of the soft cap; 1 without
     sink: Maybe                   # what the sinks take of each query's softmax
     lse: torch.Tensor
+    lse_rest: torch.Tensor        # what lse lost when it was rounded
 
 
 def _softmax(laid: Laid, k: torch.Tensor) -> Softmax:
@@ -286,23 +287,35 @@ def _softmax(laid: Laid, k: torch.Tensor) -> Softmax:
         total = total + share
     fully_masked = total == 0
     total = torch.where(fully_masked, 1.0, total)  # a query without keys: all 0, not NaN
-    lse = torch.where(fully_masked, float("-inf"), top + torch.log(total)).squeeze(-1)
-    return Softmax(weight / total, slope, None if share is None else share / total, lse)
+    logarithm = torch.log(total)
+    lse = torch.where(fully_masked, float("-inf"), top + logarithm)
+    return Softmax(weight / total, slope, None if share is None else share / total,
+                   lse.squeeze(-1), _rest(lse.detach(), top, logarithm.detach()).squeeze(-1))
 
 
-def forward(tensors: Sequence[Maybe], options: Sequence) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of attention_forward, differentiable by PyTorch; the arguments of its schema."""
+def _rest(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What a + b has beyond `total`, its rounded sum (Knuth's TwoSum); 0 where that is infinite."""
+    of_b = total - a
+    rest = (a - (total - of_b)) + (b - of_b)
+    return torch.where(rest.isfinite(), rest, 0.0)
+
+
+def forward(tensors: Sequence[Maybe], options: Sequence
+            ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, lse_rest) of attention_forward_rest, differentiable by PyTorch but for the last;
+    the arguments of its schema."""
     q, k, v = tensors[:3]
     with no_autocast(q):
         laid = _lay(tensors, Options(*options), q, k, v, tensors[BIAS], tensors[SINKS])
         k, v = laid.repeated()
         made = _softmax(laid, k)
         factor = laid.scene.factor
-        out, lse = (made.weight if factor is None else made.weight * factor) @ v, made.lse
+        out = (made.weight if factor is None else made.weight * factor) @ v
         out = torch.where(laid.fully_masked, 0, out)  # whatever its gradient is
+        found = out, made.lse, made.lse_rest
         if laid.packing_t is not None:
-            out, lse = laid.packing_t.pack(out), laid.packing_t.pack(lse)
-        return out.to(q.dtype), lse
+            found = tuple(laid.packing_t.pack(x) for x in found)
+        return (found[0].to(q.dtype), *found[1:])
 
 
 def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, dv: Maybe,
@@ -314,7 +327,7 @@ def tangents(tensors: Sequence[Maybe], options: Sequence, dq: Maybe, dk: Maybe, 
         laid = _lay(tensors, Options(*options), q, k, v, tensors[BIAS], tensors[SINKS])
         scene, dtype = laid.scene, laid.q.dtype
         k, v = laid.repeated()
-        weight, slope, sink, _ = _softmax(laid, k)
+        weight, slope, sink = _softmax(laid, k)[:3]
         dq, dbias, dsinks = (_wide(x, dtype, packing) for x, packing in (
             (dq, laid.packing_t), (dbias, None), (dsinks, None)))
         dk, dv = (x if x is None else
@@ -371,7 +384,7 @@ def gradients(tensors: Sequence[Maybe], options: Sequence, dout: torch.Tensor, d
         laid = laid._replace(q=torch.where(fully_masked, 0, laid.q), fully_masked=fully_masked)
     shown_dout = torch.where(laid.fully_masked, 0, dout)
     k_, v_ = laid.repeated()
-    weight, slope, sink, own = _softmax(laid, k_)
+    weight, slope, sink, own, _ = _softmax(laid, k_)
     inner = shown_dout @ v_.mT
     if scene.factor is not None:
         inner = inner * scene.factor

@@ -16,12 +16,13 @@ def _products(q, k, v) -> tuple:
     return rows * size, rows * v[3]
 
 
-@register_flop_formula([ops.forward.overloadpacket, ops.differentiable.overloadpacket])
+@register_flop_formula([op.overloadpacket for op in (ops.forward, ops.forward_rest,
+                                                      ops.differentiable)])
 def _forward(q, k, v, *args, out_shape=None, **kwargs) -> int:
     return sum(_products(q, k, v))
 
 
 @register_flop_formula(ops.backward.overloadpacket)
-def _backward(needs, dout, dlse, out, lse, q, k, v, *args, out_shape=None, **kwargs) -> int:
+def _backward(needs, dout, dlse, out, lse, lse_rest, q, k, v, *args, out_shape=None, **kwargs) -> int:
     scores, values = _products(q, k, v)
     return 3 * scores + 2 * values  # scores again, dq, dk; dp, dv

@@ -206,7 +206,7 @@ def _unrecorded(arguments: tuple) -> Tuple[Tensor, Tensor]:
     """(out, lse) under no_grad within torch.func's transforms. A Function would be recorded all the
     same by all but the innermost; tangents no_grad does not stop."""
     if tracing.forward_mode():
-        return explicit.forward(arguments[:operands.TENSORS], arguments[operands.TENSORS:])
+        return explicit.forward(arguments[:operands.TENSORS], arguments[operands.TENSORS:])[:2]
     return ops.forward(*arguments)
 
 
@@ -217,10 +217,10 @@ def attention(with_lse: bool, q, k, v, bias, mask, alibi, sinks,
         arguments = q, k, v, bias, mask, alibi, sinks, *rest
         if tracing.functorch_active() and not torch.is_grad_enabled():
             return _unrecorded(arguments)
-        return autograd.Attention.apply(*arguments)
+        return autograd.Attention.apply(*arguments)[:2]
     needs = outputs.needed(q, k, v, bias, sinks) if torch.is_grad_enabled() else 0
     if tracing.recording_graph() or (needs and tracing.compiling()):
-        return ops.differentiable(q, k, v, bias, mask, alibi, sinks, *rest)
+        return ops.differentiable(q, k, v, bias, mask, alibi, sinks, *rest)[:2]
     if mps_attention.asks(q):
         made = mps_attention.instead(with_lse, needs, q, k, v, bias, mask, alibi, sinks, *rest)
         if made is not None:

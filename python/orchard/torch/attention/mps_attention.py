@@ -22,8 +22,8 @@ from ..signature import Operands, Options
 from ..tracing import TRACED, compiling
 from ..transforms import no_autocast
 from . import explicit, mps_launch
-from .operands import FORWARD, TENSORS
-from .outputs import GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, new_gradients, new_outputs
+from .operands import FORWARD, FORWARD_REST, TENSORS, Forward
+from .outputs import GRADIENTS, GRADIENTS_OF, Tensors, Tensors5, new_gradients, new_outputs
 
 # What PyTorch's scaled_dot_product_attention has no word for.
 NO_WORD = ("softcap", "sinks", "cu_seqlens_q")
@@ -61,7 +61,8 @@ def _refusal_of_backward(launcher: mps.Launcher, inputs: Operands, options: Mapp
                          count: bool) -> Optional[str]:
     made = new_gradients(needs, *(_meta(inputs.get(n)) for n in GRADIENTS_OF))
     # Without dlse: the kernels are the same with it.
-    operands = mps_launch.backward_operands(needs, inputs, _meta(out), None, out, lse, made)
+    operands = mps_launch.backward_operands(needs, inputs, _meta(out), None, out, lse, _meta(lse),
+                                            made)
     return launcher.supported("attention_backward", operands, options, check_lengths=False,
                               count=count)
 
@@ -77,7 +78,8 @@ def refusal(launcher: mps.Launcher, inputs: Operands, options: Mapping[str, Any]
     if not check_lengths and asked in launcher.agreed:
         return None
     out, lse = _outputs(inputs)
-    reason = launcher.supported("attention_forward", dict(inputs, out=out, lse=lse), options,
+    asked_for = dict(inputs, out=out, lse=lse, lse_rest=_meta(lse) if needs else None)
+    reason = launcher.supported("attention_forward", asked_for, options,
                                 check_lengths=check_lengths, count=count)
     if reason is None and needs:
         reason = _refusal_of_backward(launcher, inputs, options, needs, out, lse, count)
@@ -156,7 +158,7 @@ def _check_lengths(inputs: Operands, options: Options) -> None:
         refusal(mps.launcher, inputs, options, check_lengths=True, count=False)
 
 
-def _explicit(arguments: Tuple[Any, ...]) -> Tensors2:
+def _explicit(arguments: Tuple[Any, ...]) -> Tensors:
     made = explicit.forward(arguments[:TENSORS], arguments[TENSORS:])
     _by_pytorch("attention_forward")
     return made
@@ -175,7 +177,7 @@ def instead(with_lse: bool, needs: int, *arguments: Any
     _record_refusal("attention_forward", reason)
     _check_lengths(inputs, options)
     if with_lse or not _has_words(inputs, options):
-        return _explicit(arguments)
+        return _explicit(arguments)[:2]
     out = fall_back(inputs, options)
     _by_pytorch("attention_forward")
     return out, None
@@ -195,33 +197,44 @@ def check_forward(*arguments: Any) -> None:
 
 
 def check_backward(made: Tensors5, needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor],
-                   out: torch.Tensor, lse: torch.Tensor, *arguments: Any) -> None:
+                   out: torch.Tensor, lse: torch.Tensor, lse_rest: Optional[torch.Tensor],
+                   *arguments: Any) -> None:
     inputs, options = _named_on_meta(arguments)
     mps.launcher.check("attention_backward", mps_launch.backward_operands(
-        needs, inputs, dout, dlse, out, lse, made), options)
+        needs, inputs, dout, dlse, out, lse, lse_rest, made), options)
 
 
 # ---- The kernels of the ops for MPS tensors ------------------------------------------------------
 
-def forward(*arguments: Any) -> Tensors2:
+def forward(*arguments: Any) -> Tensors:
     """attention_forward; parameters as in the schema. If refused: with the dropout of the seed."""
+    return _forward(FORWARD, arguments)
+
+
+def forward_rest(*arguments: Any) -> Tensors:
+    """attention_forward_rest; parameters as in the schema."""
+    return _forward(FORWARD_REST, arguments)
+
+
+def _forward(signature: Forward, arguments: Tuple[Any, ...]) -> Tensors:
     try:
-        return mps_launch.forward(*arguments)
+        return mps_launch.forward(signature, *arguments)
     except mps.Refused as refused:
         _record_refusal("attention_forward", refused.reason)
     inputs, _ = mps_launch.named(*arguments)
-    made = new_outputs(inputs["q"], inputs["v"], inputs["cu_seqlens_q"] is not None)
+    made = new_outputs(inputs["q"], inputs["v"], inputs["cu_seqlens_q"] is not None,
+                       len(signature.outputs))
     for fresh, x in zip(made, _explicit(arguments)):
         fresh.copy_(x)
     return made
 
 
 def backward(needs: int, dout: torch.Tensor, dlse: Optional[torch.Tensor], out: torch.Tensor,
-             lse: torch.Tensor, *arguments: Any) -> Tensors5:
+             lse: torch.Tensor, lse_rest: Optional[torch.Tensor], *arguments: Any) -> Tensors5:
     """attention_backward; parameters as in the schema."""
     op = "attention_backward"
     try:
-        return mps_launch.backward(needs, dout, dlse, out, lse, *arguments)
+        return mps_launch.backward(needs, dout, dlse, out, lse, lse_rest, *arguments)
     except mps.Refused as refused:
         _record_refusal(op, refused.reason)
     by_name, _ = mps_launch.named(*arguments)

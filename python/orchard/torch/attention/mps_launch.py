@@ -12,8 +12,8 @@ import torch
 
 from .. import mps
 from ..signature import ALL, Operands, Options
-from .operands import FORWARD
-from .outputs import GRADIENTS, GRADIENTS_OF, Tensors2, Tensors5, check_present, new_gradients
+from .operands import FORWARD, Forward
+from .outputs import GRADIENTS, GRADIENTS_OF, Tensors, Tensors5, check_present, new_gradients
 
 
 # Lengths, whose numbers the C library checks if it is given them.
@@ -40,9 +40,9 @@ def named(*arguments: Any) -> Tuple[Operands, Options]:
 
 def backward_operands(needs: int, inputs: Operands, dout: torch.Tensor,
                       dlse: Optional[torch.Tensor], out: torch.Tensor, lse: torch.Tensor,
-                      made: Tensors5) -> Operands:
+                      lse_rest: Optional[torch.Tensor], made: Tensors5) -> Operands:
     """All of backward's operands: the gradients that are needed are among `made`."""
-    operands = dict(inputs, dout=dout, dlse=dlse, out=out, lse=lse)
+    operands = dict(inputs, dout=dout, dlse=dlse, out=out, lse=lse, lse_rest=lse_rest)
     for bit, name, gradient in zip(GRADIENTS, GRADIENTS_OF, made):
         if needs & bit and inputs[name] is not None:
             operands["d" + name] = gradient
@@ -73,22 +73,22 @@ def _lengths_are_known(inputs: Operands, options: Options) -> bool:
                == _limits(name, inputs, options) for name in _given_lengths(inputs))
 
 
-def forward(q, k, v, *rest) -> Tensors2:
-    """attention_forward; parameters as in the schema."""
+def forward(signature: Forward, q, k, v, *rest) -> Tensors:
+    """The signature's attention_forward; parameters as in its schema."""
     check_present("attention_forward", q=q, k=k, v=v)
     operands, options = named(q, k, v, *rest)
-    made, outputs = FORWARD.new_outputs(operands, options, ALL)
+    made, outputs = signature.new_outputs(operands, options, ALL)
     mps.launcher.run("attention_forward", {**operands, **outputs}, options)
     _remember_lengths(operands, options)
     return made
 
 
-def backward(needs, dout, dlse, out, lse, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:
+def backward(needs, dout, dlse, out, lse, lse_rest, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:
     """attention_backward; parameters as in the schema."""
     check_present("attention_backward", q=q, k=k, v=v)
     inputs, options = named(q, k, v, bias, mask, alibi, sinks, *rest)
     made = new_gradients(needs, q, k, v, bias, sinks)
-    operands = backward_operands(needs, inputs, dout, dlse, out, lse, made)
+    operands = backward_operands(needs, inputs, dout, dlse, out, lse, lse_rest, made)
     mps.launcher.run("attention_backward", operands, options,
                  check_lengths=not _lengths_are_known(inputs, options))
     return made

@@ -38,15 +38,17 @@ RENAMED = {"bottom_right": "align"}
 
 
 class Forward(Signature):
-    def __init__(self, arguments: str = ATTENTION) -> None:
+    """out and lse; of three outputs the last is lse_rest, which only a backward reads."""
+
+    def __init__(self, arguments: str = ATTENTION, count: int = 2) -> None:
         super().__init__("attention_forward", arguments, RENAMED, {"out": Layout(ROWS_LIKE, "q")},
-                         outputs=2)
+                         count)
 
     def make(self, first: torch.Tensor, operands: Operands, options: Options, wanted: int
              ) -> List[Optional[torch.Tensor]]:
         q, v = operands["q"], operands["v"]
         packed = operands.get("cu_seqlens_q") is not None
-        made = outputs.new_outputs(q, v, packed)
+        made = outputs.new_outputs(q, v, packed, len(self.outputs))
         if made[0] is None:
             self.complain_of_ranks(operands)
         return list(made)
@@ -71,10 +73,12 @@ class Backward(Signature):
                 for bit, x, of, _ in zip(outputs.GRADIENTS, made, inputs, self.outputs)]
 
 
-FORWARD = Forward()
-BACKWARD = Backward("int needs, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, " + ATTENTION, 5)
+FORWARD, FORWARD_REST = Forward(), Forward(count=3)
+BACKWARD = Backward("int needs, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
+                    "Tensor? lse_rest, " + ATTENTION, 5)
 # The same without options, CPU tensors only: so many absent arguments cost torch more than a call
 # of a few microseconds should. For eager calls; no compiler, mode or transform ever sees these.
-PLAIN_FORWARD = Forward("Tensor q, Tensor k, Tensor v, float? scale, bool causal")
-PLAIN_BACKWARD = Backward("int needs, Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, "
-                          "Tensor v, float? scale, bool causal", 3)
+PLAIN = "Tensor q, Tensor k, Tensor v, float? scale, bool causal"
+PLAIN_FORWARD, PLAIN_FORWARD_REST = Forward(PLAIN), Forward(PLAIN, 3)
+PLAIN_BACKWARD = Backward("int needs, Tensor dout, Tensor out, Tensor lse, Tensor lse_rest, "
+                          + PLAIN, 3)

@@ -1,6 +1,9 @@
 """`orchard::attention_forward` and `orchard::attention_backward`: schemas, kernels, fakes.
 
-Both are plain functions to torch: fresh outputs, nothing changed in place, the random seed an
+`attention_forward_rest` is the forward before a backward: it returns lse_rest too, what lse lost
+when it was rounded, without which gradients are off where scores are large.
+
+All are plain functions to torch: fresh outputs, nothing changed in place, the random seed an
 operand. They have no autograd formula of their own; function.py wraps them. The seed is a tensor,
 so that a compiled graph can draw a new one at each call; None where there is no dropout.
 """
@@ -16,8 +19,9 @@ from .. import cpu, tracing as onlookers
 from ..checks import check_device
 from ..transforms import refuse_tangents
 from . import batching, mps_attention
-from .operands import BACKWARD, FORWARD, PLAIN_BACKWARD, PLAIN_FORWARD, TENSORS
-from .outputs import (Tensors2, Tensors5, check_devices, check_present, check_rank, new_gradients,
+from .operands import (BACKWARD, FORWARD, FORWARD_REST, PLAIN_BACKWARD, PLAIN_FORWARD,
+                       PLAIN_FORWARD_REST, TENSORS)
+from .outputs import (Tensors, Tensors5, check_devices, check_present, check_rank, new_gradients,
                       new_outputs)
 
 library = torch.library.Library("orchard", "FRAGMENT")
@@ -25,17 +29,20 @@ library = torch.library.Library("orchard", "FRAGMENT")
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides")
               if hasattr(torch.Tag, name))
 library.define("attention_forward" + FORWARD.schema, tags=_TAGS)
+library.define("attention_forward_rest" + FORWARD_REST.schema, tags=_TAGS)
 library.define("attention_backward" + BACKWARD.schema, tags=_TAGS)
 forward = torch.ops.orchard.attention_forward.default
+forward_rest = torch.ops.orchard.attention_forward_rest.default
 backward = torch.ops.orchard.attention_backward.default
 
-# attention_forward with a formula for autograd (autograd.py), for what is exported or compiled. Of
+# attention_forward_rest with a formula for autograd (autograd.py), for what is exported or compiled. Of
 # a Function torch.export loses the gradients, and torch.compile the check that nobody changed in
 # place what backward needs, and second order. For eager calls it would cost 10 us more.
-library.define("attention" + FORWARD.schema, tags=_TAGS)
+library.define("attention" + FORWARD_REST.schema, tags=_TAGS)
 differentiable = torch.ops.orchard.attention.default
 
 library.define("_plain_forward" + PLAIN_FORWARD.schema)
+library.define("_plain_forward_rest" + PLAIN_FORWARD_REST.schema)
 library.define("_plain_backward" + PLAIN_BACKWARD.schema)
 
 
@@ -45,12 +52,13 @@ def _direct(op: torch._ops.OpOverload) -> Callable:
 
 
 plain_forward = _direct(torch.ops.orchard._plain_forward.default)
+plain_forward_rest = _direct(torch.ops.orchard._plain_forward_rest.default)
 plain_backward = _direct(torch.ops.orchard._plain_backward.default)
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
 
-def kernel_for(device: str) -> Tuple[Callable[..., Tensors2], Callable[..., Tensors5]]:
+def kernel_for(device: str) -> Tuple[Callable[..., Tensors], Callable[..., Tensors5]]:
     """The (forward, backward) kernels of a device type: parameters as in the schemas."""
     if device == "cpu":
         return cpu.in_python(FORWARD), cpu.in_python(BACKWARD)
@@ -58,13 +66,17 @@ def kernel_for(device: str) -> Tuple[Callable[..., Tensors2], Callable[..., Tens
     return mps_attention.forward, mps_attention.backward
 
 
-for _name, _signature in (("attention_forward", FORWARD), ("attention_backward", BACKWARD),
-                          ("attention", FORWARD),  # above it lies a formula for autograd
-                          ("_plain_forward", PLAIN_FORWARD), ("_plain_backward", PLAIN_BACKWARD)):
+for _name, _signature in (("attention_forward", FORWARD), ("attention_forward_rest", FORWARD_REST),
+                          ("attention_backward", BACKWARD),
+                          ("attention", FORWARD_REST),  # above it lies a formula for autograd
+                          ("_plain_forward", PLAIN_FORWARD),
+                          ("_plain_forward_rest", PLAIN_FORWARD_REST),
+                          ("_plain_backward", PLAIN_BACKWARD)):
     cpu.register(library, _name, _signature)
 library.impl("attention_forward", mps_attention.forward, "MPS")
+library.impl("attention_forward_rest", mps_attention.forward_rest, "MPS")
 library.impl("attention_backward", mps_attention.backward, "MPS")
-library.impl("attention", forward, "CompositeExplicitAutograd")
+library.impl("attention", forward_rest, "CompositeExplicitAutograd")
 
 
 refuse_tangents(library, differentiable, "attention",
@@ -90,28 +102,37 @@ def refuse_redrawn_dropout(dropout: float) -> None:
 @torch.library.register_fake("orchard::attention", lib=library)
 def _attention_fake(*args):
     refuse_redrawn_dropout(args[-1])
-    return _forward_fake(*args)
+    return _outputs_fake(3, *args)
 
 
 @torch.library.register_fake("orchard::attention_forward", lib=library)
 def _forward_fake(*args):
+    return _outputs_fake(2, *args)
+
+
+@torch.library.register_fake("orchard::attention_forward_rest", lib=library)
+def _forward_rest_fake(*args):
+    return _outputs_fake(3, *args)
+
+
+def _outputs_fake(count, *args):
     op, (q, k, v), packed = "attention_forward", args[:3], args[8] is not None
     check_present(op, q=q, k=k, v=v)
     check_devices(op, q, args[1:TENSORS - 1], args[TENSORS - 1])
     if _on_meta(q):
         mps_attention.check_forward(*args)
     check_rank(op, packed, q=q, v=v)
-    return new_outputs(q, v, packed)
+    return new_outputs(q, v, packed, count)
 
 
 @torch.library.register_fake("orchard::attention_backward", lib=library)
-def _backward_fake(needs, dout, dlse, out, lse, *args):
+def _backward_fake(needs, dout, dlse, out, lse, lse_rest, *args):
     op, (q, k, v, bias), sinks = "attention_backward", args[:4], args[6]
     check_present(op, dout=dout, out=out, lse=lse, q=q, k=k, v=v)
-    check_devices(op, q, (dout, dlse, out, lse, *args[1:TENSORS - 1]), args[TENSORS - 1])
+    check_devices(op, q, (dout, dlse, out, lse, lse_rest, *args[1:TENSORS - 1]), args[TENSORS - 1])
     made = new_gradients(needs, q, k, v, bias, sinks)
     if _on_meta(q):
-        mps_attention.check_backward(made, needs, dout, dlse, out, lse, *args)
+        mps_attention.check_backward(made, needs, dout, dlse, out, lse, lse_rest, *args)
     return made
 
 
@@ -120,6 +141,11 @@ def _backward_fake(needs, dout, dlse, out, lse, *args):
 @torch.library.register_vmap("orchard::attention_forward", lib=library)
 def _forward_vmap(info, in_dims, *args):
     return batching.map_forward(forward, info.batch_size, in_dims, args)
+
+
+@torch.library.register_vmap("orchard::attention_forward_rest", lib=library)
+def _forward_rest_vmap(info, in_dims, *args):
+    return batching.map_forward(forward_rest, info.batch_size, in_dims, args)
 
 
 @torch.library.register_vmap("orchard::attention", lib=library)

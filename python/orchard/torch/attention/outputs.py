@@ -8,7 +8,7 @@ import torch
 
 from ..._library import ArgumentError, ShapeError
 
-Tensors2 = Tuple[torch.Tensor, torch.Tensor]
+Tensors = Tuple[torch.Tensor, ...]
 Tensors5 = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Bits of `needs`: which gradients backward is asked for. The others come back empty.
@@ -48,22 +48,22 @@ def check_rank(op: str, packed: bool, **operands: torch.Tensor) -> None:
                              f"{'3 (packed [total,heads,size])' if packed else 4}")
 
 
-def new_outputs(q: torch.Tensor, v: torch.Tensor,
-                packed: bool) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """out and lse. out's rows lie in the order of q's, as torch's own flash kernel has it: joining
+def new_outputs(q: torch.Tensor, v: torch.Tensor, packed: bool,
+                count: int = 2) -> Tuple[Optional[torch.Tensor], ...]:
+    """out and lse, with a `count` of 3 lse_rest. out's rows lie in the order of q's, as torch's own flash kernel has it: joining
     the heads afterwards costs no copy where splitting them cost none. None where q or v has a wrong
     rank: without an output the C library looks at the inputs, and says so."""
     if not q.dim() == v.dim() == (3 if packed else 4):
-        return None, None
+        return (None,) * count
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     *size, _ = q.shape
     values = v.shape[-1]
-    lse = q.new_empty(size, dtype=lse_dtype)
+    wide = [q.new_empty(size, dtype=lse_dtype) for _ in range(1, count)]
     if packed:
-        return q.new_empty((*size, values)), lse
+        return (q.new_empty((*size, values)), *wide)
     rows = torch.empty_like(torch.empty_strided(size, q.stride()[:-1], device="meta"))
     stride = (*(step * max(values, 1) for step in rows.stride()), 1)
-    return q.new_empty_strided((*size, values), stride), lse
+    return (q.new_empty_strided((*size, values), stride), *wide)
 
 
 def new_gradients(needs: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
