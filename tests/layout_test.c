@@ -283,30 +283,8 @@ static void tensor_helpers(void)
     CHECK(scalar.rank == 0 && scalar.data == data);
 }
 
-/* The same table for tests/python/test_layout.py, as this compiler sees it: "struct NAME 0 SIZE",
- * "field NAME.FIELD OFFSET SIZE", "constant NAME VALUE". */
-static int print_table(void)
+int main(void)
 {
-    for (int i = 0; i < ROWS; i++) {
-        const row *r = &rows[i];
-        printf("%s %s%s%s %zu %zu\n", r->field ? "field" : "struct", r->struct_name,
-               r->field ? "." : "", r->field ? r->field : "", r->offset, r->size);
-    }
-    for (int i = 0; i < VALUES; i++) {
-        printf("constant %s %d\n", values[i].name, values[i].value);
-    }
-    printf("constant ORCHARD_VERSION_MAJOR %d\nconstant ORCHARD_VERSION_MINOR %d\n"
-           "constant ORCHARD_VERSION_PATCH %d\nconstant ORCHARD_HEADER_VERSION %d\n",
-           ORCHARD_VERSION_MAJOR, ORCHARD_VERSION_MINOR, ORCHARD_VERSION_PATCH,
-           ORCHARD_HEADER_VERSION);
-    return 0;
-}
-
-int main(int argc, char **argv)
-{
-    if (argc > 1 && strcmp(argv[1], "--print") == 0) {
-        return print_table();
-    }
     every_field_is_where_it_was();
     no_field_is_forgotten();
     constants();
