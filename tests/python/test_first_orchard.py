@@ -614,7 +614,8 @@ def test_debug_lines_of_metal(monkeypatch, capsys):
     assert told.err == (f"{BACKWARD} Metal bwd failed (the device was lost); falling back to "
                         "reference attention backward.\n")
     assert "succeeded" not in told.out
-    assert all(torch.equal(a, b) for a, b in zip(found, right))
+    for a, b in zip(found, right):  # without lse_rest, which is the other device's
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert ReportLine("attention_backward", "mps", "the device was lost", 1) in orchard.report()
     monkeypatch.setenv("ORCHARD_STRICT", "1")
     calls.clear()

@@ -10,7 +10,7 @@ import core_formula
 import fake_mps
 from orchard.torch import mps
 from orchard.torch import scaled_dot_product_attention as attention
-from test_torch_values import OPTIONS
+from test_torch_values import OPTIONS, check_large_scores, large_scores
 from torch_formula import assert_within, differentiable, formula, check_values, rand
 
 fake_mps.install()
@@ -120,6 +120,15 @@ def test_against_pytorchs_own_attention():
     out = attention(*map(fake_mps.tensor, tensors), is_causal=True)
     theirs = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
     torch.testing.assert_close(out.cpu(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=str)
+def test_gradients_of_large_scores(options):
+    given = large_scores()
+    leaves = [fake_mps.tensor(x).requires_grad_() for x in given[:3]]
+    out = attention(*leaves, **options)
+    grads = torch.autograd.grad(out[0] if options else out, leaves, fake_mps.tensor(given[3]))
+    check_large_scores(grads[2].cpu(), given)
 
 
 # ---- Dropout -------------------------------------------------------------------------------------

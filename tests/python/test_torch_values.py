@@ -1,12 +1,15 @@
 """Values and gradients of orchard.torch against the explicit formula in fp64, within the error bar:
-options x dtypes, layouts, shapes that torch takes, dropout's mask."""
+options x dtypes, layouts, shapes that torch takes, dropout's mask, large scores."""
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
+import orchard
+import orchard_ops
 from orchard.torch import scaled_dot_product_attention as attention
 from torch_formula import assert_within, formula, check_values, rand, wide
 
@@ -296,3 +299,113 @@ def test_same_bits():
     parts = [call(*[x.detach()[i:i + 1].requires_grad_() for x in (q, k, v)]) for i in range(3)]
     for a, b, c in zip(one, two, [torch.cat(x) for x in zip(*parts)]):
         assert torch.equal(a, b) and torch.equal(a, c)
+
+
+# ---- Large scores --------------------------------------------------------------------------------
+
+def plain_gradients(q, k, v, dout):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    q, k, v = leaves
+    out = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+    return torch.autograd.grad(out, leaves, dout)
+
+
+def by_grad(*arguments, **options):
+    *inputs, dout = arguments
+    leaves = [x.requires_grad_() for x in inputs]
+    return torch.autograd.grad(attention(*leaves, **options), leaves, dout)
+
+
+def by_transform(*arguments):
+    *inputs, dout = arguments
+    return torch.func.grad(lambda *x: (attention(*x) * dout).sum(), argnums=(0, 1, 2))(*inputs)
+
+
+def by_vmap(*arguments):
+    made = torch.vmap(by_transform)(*(x[:, None] for x in arguments))
+    return tuple(x.squeeze(1) for x in made)
+
+
+def by_compiled(*arguments):
+    torch._dynamo.reset()
+    *inputs, dout = arguments
+    leaves = [x.requires_grad_() for x in inputs]
+    call = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    return torch.autograd.grad(call(*leaves), leaves, dout)
+
+
+def by_create_graph(*arguments):
+    *inputs, dout = arguments
+    leaves = [x.requires_grad_() for x in inputs]
+    return torch.autograd.grad(attention(*leaves), leaves, dout, create_graph=True)
+
+
+def by_checkpoint(*arguments):
+    *inputs, dout = arguments
+    leaves = [x.requires_grad_() for x in inputs]
+    return torch.autograd.grad(checkpoint(attention, *leaves, use_reentrant=False), leaves, dout)
+
+
+def by_flash(*arguments):
+    *inputs, dout = arguments
+    leaves = [x.requires_grad_() for x in inputs]
+    out = orchard_ops.flash_attn_fwd(*leaves, leaves[0].shape[-1] ** -0.5)[0]
+    return torch.autograd.grad(out, leaves, dout)
+
+
+def by_flash_bwd(*arguments):
+    q, k, v, dout = arguments
+    scale = q.shape[-1] ** -0.5
+    return orchard_ops.flash_attn_bwd(dout, q, k, v, orchard_ops.flash_attn_fwd(q, k, v, scale)[1],
+                                      scale)
+
+
+def by_general(*arguments):
+    """Not by the ops without options."""
+    return by_grad(*arguments, attn_mask=torch.ones(3, 6, dtype=torch.bool))
+
+
+def by_arrays(*arguments):
+    q, k, v, dout = arguments
+    rest = torch.empty(q.shape[:-1])
+    out, lse = orchard.attention_forward(q, k, v, lse_rest=rest)
+    found = orchard.attention_backward(dout, q, k, v, out, lse, lse_rest=rest)
+    return found.dq, found.dk, found.dv
+
+
+def without_rest(*arguments):
+    """As callers with an lse of their own: right, but for what the rounding of lse takes."""
+    q, k, v, dout = arguments
+    out, lse = orchard.attention_forward(q, k, v)
+    found = orchard.attention_backward(dout, q, k, v, out, lse)
+    return found.dq, found.dk, found.dv
+
+
+def large_scores():
+    """q, k, v, dout: scores go to some hundreds, where lse is off by up to 3e-5."""
+    torch.manual_seed(0)
+    return [*(60 * torch.rand(4, 4, n, 8) - 30 for n in (3, 6)), torch.randn(4, 4, 6, 8),
+            torch.randn(4, 4, 3, 8)]
+
+
+def check_large_scores(found, given):
+    """dv; dq and dk carry the rounding of out and of the scores too."""
+    exact = plain_gradients(*(x.double() for x in given))[2]
+    assert_within(("dv", torch.float32), found, exact, plain_gradients(*given)[2])
+
+
+@pytest.mark.parametrize("way", [by_grad, by_general, by_transform, by_vmap, by_compiled,
+                                 by_create_graph, by_checkpoint, by_flash, by_flash_bwd, by_arrays],
+                         ids=lambda way: way.__name__)
+def test_gradients_of_large_scores(way):
+    given = large_scores()
+    check_large_scores(way(*(x.clone() for x in given))[2], given)
+
+
+def test_gradients_of_large_scores_without_lse_rest():
+    """They are what the rounding of lse leaves of them: so the tests above see lse_rest."""
+    given = large_scores()
+    found = without_rest(*given)[2]
+    with pytest.raises(AssertionError, match="dv.*error"):
+        check_large_scores(found, given)
+    torch.testing.assert_close(found, plain_gradients(*given)[2], rtol=1e-3, atol=1e-3)

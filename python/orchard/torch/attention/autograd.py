@@ -57,8 +57,8 @@ def gradients(needs: int, dout, dlse, out, lse, lse_rest, tensors, options):
 
 
 class Refused(Exception):
-    """orchard::_plain_forward_rest did not take its arguments. Not its own error: around it others' code
-    may raise too."""
+    """orchard::_plain_forward_rest did not take its arguments. Not its own error: around it others'
+    code may raise too."""
 
 
 class AttentionPlain(torch.autograd.Function):

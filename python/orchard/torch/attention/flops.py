@@ -23,6 +23,7 @@ def _forward(q, k, v, *args, out_shape=None, **kwargs) -> int:
 
 
 @register_flop_formula(ops.backward.overloadpacket)
-def _backward(needs, dout, dlse, out, lse, lse_rest, q, k, v, *args, out_shape=None, **kwargs) -> int:
+def _backward(needs, dout, dlse, out, lse, lse_rest, q, k, v, *args, out_shape=None,
+              **kwargs) -> int:
     scores, values = _products(q, k, v)
     return 3 * scores + 2 * values  # scores again, dq, dk; dp, dv

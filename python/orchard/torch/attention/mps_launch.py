@@ -83,7 +83,8 @@ def forward(signature: Forward, q, k, v, *rest) -> Tensors:
     return made
 
 
-def backward(needs, dout, dlse, out, lse, lse_rest, q, k, v, bias, mask, alibi, sinks, *rest) -> Tensors5:
+def backward(needs, dout, dlse, out, lse, lse_rest, q, k, v, bias, mask, alibi, sinks,
+             *rest) -> Tensors5:
     """attention_backward; parameters as in the schema."""
     check_present("attention_backward", q=q, k=k, v=v)
     inputs, options = named(q, k, v, bias, mask, alibi, sinks, *rest)

@@ -35,9 +35,9 @@ forward = torch.ops.orchard.attention_forward.default
 forward_rest = torch.ops.orchard.attention_forward_rest.default
 backward = torch.ops.orchard.attention_backward.default
 
-# attention_forward_rest with a formula for autograd (autograd.py), for what is exported or compiled. Of
-# a Function torch.export loses the gradients, and torch.compile the check that nobody changed in
-# place what backward needs, and second order. For eager calls it would cost 10 us more.
+# attention_forward_rest with a formula for autograd (autograd.py), for what is exported or
+# compiled. Of a Function torch.export loses the gradients, and torch.compile the check that nobody
+# changed in place what backward needs, and second order. For eager calls it would cost 10 us more.
 library.define("attention" + FORWARD_REST.schema, tags=_TAGS)
 differentiable = torch.ops.orchard.attention.default
 

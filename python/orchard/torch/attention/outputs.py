@@ -50,9 +50,10 @@ def check_rank(op: str, packed: bool, **operands: torch.Tensor) -> None:
 
 def new_outputs(q: torch.Tensor, v: torch.Tensor, packed: bool,
                 count: int = 2) -> Tuple[Optional[torch.Tensor], ...]:
-    """out and lse, with a `count` of 3 lse_rest. out's rows lie in the order of q's, as torch's own flash kernel has it: joining
-    the heads afterwards costs no copy where splitting them cost none. None where q or v has a wrong
-    rank: without an output the C library looks at the inputs, and says so."""
+    """out and lse, with a `count` of 3 lse_rest. out's rows lie in the order of q's, as torch's own
+    flash kernel has it: joining the heads afterwards costs no copy where splitting them cost none.
+    None where q or v has a wrong rank: without an output the C library looks at the inputs, and
+    says so."""
     if not q.dim() == v.dim() == (3 if packed else 4):
         return (None,) * count
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
