@@ -17,6 +17,7 @@ static const char no_device[ORCH_DEVICE_KINDS][40] = {
 static const char is_cpu[] = "the device is this CPU, which the cpu backend uses better";
 static const char elsewhere[] = "an operand lies in private memory of another device";
 static const char has_lists[] = "lists of tensors run on the CPU";
+static const char scratch_too_large[] = "scratch is larger than the device's largest buffer";
 static const char buffer_too_large[] = "an operand is larger than the device's largest buffer";
 
 const char orch_gpu_no_plan[] = "no memory for the plan of a device";
@@ -64,6 +65,9 @@ const char *orch_gpu_plan_on(const orch_call *call, const orch_device_caps *caps
         return orch_gpu_no_plan;
     }
     const char *reason = call->op->device_plan(call->problem, caps, *plan);
+    for (int32_t i = 0; !reason && i < (*plan)->scratch_count; i++) {
+        reason = (*plan)->scratch_bytes[i] > caps->buffer_bytes ? scratch_too_large : NULL;
+    }
     return reason ? reason : (*plan)->out_of_memory ? orch_gpu_no_plan : NULL;
 }
 
