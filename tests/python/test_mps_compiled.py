@@ -209,8 +209,8 @@ def test_the_ops_themselves(launcher, monkeypatch):  # noqa: F811
     found = FORWARD(*placed, *PLAIN)
     dout = torch.randn_like(wanted[0])
     for needs in (7, 2):
-        gradients = BACKWARD(needs, dout, None, *wanted, *inputs, *PLAIN)
-        made = BACKWARD(needs, fake_mps.tensor(dout), None, *found, *placed, *PLAIN)
+        gradients = BACKWARD(needs, dout, None, *wanted, None, *inputs, *PLAIN)
+        made = BACKWARD(needs, fake_mps.tensor(dout), None, *found, None, *placed, *PLAIN)
         assert [x.stride() for x in made] == [x.stride() for x in gradients]
         same([*found, *made], [*wanted, *gradients], 1e-10)
     assert counted(launcher) == [("attention_forward", F64, 1), ("attention_forward", None, 1),
@@ -219,7 +219,7 @@ def test_the_ops_themselves(launcher, monkeypatch):  # noqa: F811
     with pytest.raises(orchard.UnsupportedError, match="attention_forward: mps cannot run this call.*strict"):
         FORWARD(*placed, *PLAIN)
     with pytest.raises(orchard.UnsupportedError, match="attention_backward: mps cannot run this call.*strict"):
-        BACKWARD(7, found[0], None, *found, *placed, *PLAIN)
+        BACKWARD(7, found[0], None, *found, None, *placed, *PLAIN)
 
 
 def test_a_backward_that_does_not_compile(launcher):  # noqa: F811
@@ -230,8 +230,8 @@ def test_a_backward_that_does_not_compile(launcher):  # noqa: F811
     placed = [fake_mps.tensor(x) for x in inputs]
     found = FORWARD(*placed, *rest)
     fake_mps.fail("compile", 1)
-    made = BACKWARD(7, found[0], None, *found, *placed, *rest)
-    same(made, BACKWARD(7, wanted[0], None, *wanted, *inputs, *rest))
+    made = BACKWARD(7, found[0], None, *found, None, *placed, *rest)
+    same(made, BACKWARD(7, wanted[0], None, *wanted, None, *inputs, *rest))
     assert who(launcher) == [("mps", None)]
     (_, reason), served = who(launcher, "attention_backward")
     assert reason.startswith("the device's compiler refused a kernel") and served == ("pytorch", None)
@@ -243,8 +243,8 @@ def test_refused_and_empty(launcher, sizes):  # noqa: F811
     placed = [fake_mps.tensor(x) for x in inputs]
     wanted, found = FORWARD(*inputs, *PLAIN), FORWARD(*placed, *PLAIN)
     same(found, wanted)
-    same(BACKWARD(7, found[0], None, *found, *placed, *PLAIN),
-         BACKWARD(7, wanted[0], None, *wanted, *inputs, *PLAIN))
+    same(BACKWARD(7, found[0], None, *found, None, *placed, *PLAIN),
+         BACKWARD(7, wanted[0], None, *wanted, None, *inputs, *PLAIN))
 
 
 def test_sinks_without_keys_of_a_refused_call(launcher):  # noqa: F811
@@ -255,5 +255,5 @@ def test_sinks_without_keys_of_a_refused_call(launcher):  # noqa: F811
     out, lse = FORWARD(*inputs)
     dlse = rand(2, 4, 5, dtype=torch.float64)
     found = BACKWARD(16, fake_mps.tensor(torch.zeros_like(q)), fake_mps.tensor(dlse), out, lse,
-                     *inputs)[4]
+                     None, *inputs)[4]
     torch.testing.assert_close(found.cpu(), dlse.sum((0, 2)))
