@@ -78,11 +78,12 @@ def _why_not_called(name: str, module: torch.nn.Module, called: set) -> Optional
 
 
 def _switched(before: Dict[str, int]) -> str:
-    """What orchard.enable() did with the calls since; "" if it is off."""
+    """What orchard.enable() did with the calls of attention since; "" if it is off."""
     if not switch.active():
         return ""
     made = {what: count - before.get(what, 0) for what, count in switch.counts().items()}
-    words = [f"{count} {what}" for what, count in made.items() if count]
+    words = [f"{count} {what}" for what, count in made.items()
+             if count and not what.startswith("aten::")]
     return "  calls that orchard.enable() saw: " + (", ".join(words) or "none")
 
 
