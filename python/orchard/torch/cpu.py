@@ -71,8 +71,9 @@ def _row(name: str, signature: Signature) -> _Row:
                 to.flag = operation.options[of.option.flag].offset
     outputs = (_Output * len(operation.outputs))()
     for to, output in zip(outputs, operation.outputs):
-        there = output.name in signature.places
-        layout = signature.layouts.get(output.name, Layout(DENSE if there else ABSENT))
+        layout = signature.layouts.get(output.name, Layout(DENSE))
+        if output.name not in signature.places:
+            layout = Layout(ABSENT)
         to.name, to.required, to.offset = output.name.encode(), not output.optional, output.offset
         to.layout = layout.kind
         if layout.like:
