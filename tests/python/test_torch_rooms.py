@@ -208,11 +208,10 @@ def test_fakes_are_what_kernels_return(line):
         assert [x.shape for x in case.call(*meta)] == [x.shape for x in case.call(*args)]
 
 
-@pytest.mark.parametrize("line", LINES[::4])
+# Rows without columns may give NaN, which torch's check calls different from NaN.
+@pytest.mark.parametrize("line", [x for x in LINES if not re.search(r"[=x]0\b", x)][::4])
 def test_opcheck(line):
     case = Case(line)
-    if 0 in case.arguments(torch.float32)[1].shape:
-        pytest.skip("NaN is what rows without columns give, which torch's check calls different")
     torch.library.opcheck(case.call.op, case.arguments(torch.float32))
     if case.call is case.operation.forward:
         args = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
