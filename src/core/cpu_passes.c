@@ -30,7 +30,8 @@ static const char *plan(const orch_call *call, orch_plan *plan)
 static void run_task(int64_t task, int32_t worker, void *arg)
 {
     const job *j = arg;
-    j->pass(j->problem, task, j->shared, j->workers + j->worker_bytes * (size_t)worker);
+    char *own = j->worker_bytes ? j->workers + j->worker_bytes * (size_t)worker : NULL;
+    j->pass(j->problem, task, j->shared, own);
 }
 
 static orchard_status run(const orch_call *call, orch_plan *plan, void *scratch)
