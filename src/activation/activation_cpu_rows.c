@@ -153,7 +153,7 @@ void ORCH_K(activation_dbias)(const void *problem, int64_t task, char *shared, c
     STEPS(from, to)
     {
         v_real v[4];
-        EACH v[i] = v_load(total + c - from + i * VW);
+        EACH v[i] = v_load(total + (c - from) + i * VW);
         row_store(&dbias, c, n, v);
     }
 }
